@@ -2,12 +2,14 @@
 
     python evaluate.py out/grpo_small --num_prompts=500
     python evaluate.py out/X --task=countdown --num_samples=16 --num_prompts=200
+    python evaluate.py out/sft_small out/grpo_small --num_samples=4
 
 The second samples 16 completions of each prompt beside the greedy one, on another task than the run's, and writes them
-to out/X/evaluation-countdown-test.jsonl. The loops call `evaluate_run`: the greedy completion and one sampled one. Both
-score as the training does, with its reward functions. data/scores.py computes the scores.
+to out/X/evaluation-countdown-test.jsonl. The third says whether the second model is better, and where the completions
+of both part (data/pairs.py). The loops call `evaluate_run`: the greedy completion and one sampled one. All score as the
+training does, with its reward functions. data/scores.py computes the scores.
 
-Left out: top-k, top-p and min-p (the scores are the policy's own); comparing two runs. Tests: tests/test_evaluate.py.
+Left out: top-k, top-p and min-p (the scores are the policy's own). Tests: tests/test_evaluate.py, tests/test_pairs.py.
 """
 
 import json
@@ -18,22 +20,26 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
+from data.pairs import comparison, pairs_of, partings, verdict
 from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table, wilson
-from runs.evaluation import prepare_evaluation
+from runs.evaluation import prepare_evaluation, prepare_pair
 from runs.log import finite, write_whole
 from runs.prepare import Prepared
 from settings import EvaluateSettings
 from snug.options import friendly_errors, in_one_line, plain, read_settings
-from snug.options.progress import phase, say, speak
+from snug.options.progress import counted, phase, say, speak
 from snug.pretrained.hub import hub_name
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         speak()
-        options, given, folder = read_settings(EvaluateSettings, sys.argv[1:], positional="folder")
-        prepared, file = prepare_evaluation(options, given, folder)
+        options, given, folders = read_settings(EvaluateSettings, sys.argv[1:], positional="folders")
+        prepared, file = (prepare_pair if folders[1:] else prepare_evaluation)(options, given, *folders)
 
+import torch
+
+from model import autocast
 from runs.loading import generator_state, load_run, restore_generators
 from sample import sample_episodes
 from snug.memory import Limits
@@ -79,8 +85,8 @@ def sample_and_score(model, prepared, rows, group_size, **options):
     """`group_size` completions of each task row's prompt -> a sample each, groups adjacent, in the rows' order.
 
     options: of sample_groups. A sample is a dict: prompt, completion; answer: what a majority vote counts, None if
-    there is none or the completion was cut off; right, reward and more of `score`; stopped; length in tokens with the
-    stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
+    there is none or the completion was cut off; right, reward and more of `score`; stopped; ids; length in tokens, with
+    the stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
     """
     rollouts, episodes = sample_episodes(model, prepared, rows, group_size, **options)
     ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
@@ -95,6 +101,7 @@ def sample_and_score(model, prepared, rows, group_size, **options):
         **score(prepared, prompts, completions, columns),
         **episodes.figures(),
         stopped=stopped,
+        ids=ids,
         length=rollouts.completion_lengths.tolist(),
         greedy=[options["temperature"] == 0] * len(ids),
         logprob=rollouts.sampling_logprobs.double().sum(1).tolist(),
@@ -203,23 +210,78 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     return summary | summarize(greedy, sampled), samples
 
 
-def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=None):
-    """Print the table, write the file -> its first line. run: default the one of prepared.origin."""
+def loaded(prepared: Prepared, options: EvaluateSettings, run=None):
+    """The model of prepared.origin or of the run; the settings get its dtype."""
     run = run or load_run(prepared.origin, options.device)
     prepared.settings.dtype = run.settings.dtype
-    summary, samples = run_evaluation(run.model, prepared, options)
+    return run.model
+
+
+def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=None):
+    """Print the table, write the file -> its first line. run: default the one of prepared.origin."""
+    summary, samples = run_evaluation(loaded(prepared, options, run), prepared, options)
+    for sample in samples:
+        del sample["ids"]
+    publish(file, [summary, *samples], table(summary), "samples")
+    return summary
+
+
+def publish(file: Path | None, records: list[dict], lines: list[str], name: str):
+    """Write the records, print the lines."""
     try:
         if file:  # before the console, which may be gone
-            lines = [json.dumps(finite(record)) + "\n" for record in [summary, *samples]]
+            text = "".join(json.dumps(finite(record)) + "\n" for record in records)
             with in_one_line(f"{file} cannot be written"):
-                write_whole(file, "".join(lines))
+                write_whole(file, text)
     finally:  # a full disk does not lose the scores
-        say(plain("\n".join(table(summary))))
+        say(plain("\n".join(lines)))
     if file:
-        say(f"samples in {file}")
-    return summary
+        say(f"{name} in {file}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two models
+
+
+def compare(options: EvaluateSettings, models: list[Prepared], file: Path | None):
+    """Print the tables of two models, A and B, whether B is better, and where they part; write the pairs.
+
+    Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
+    """
+    (a, ours), (b, theirs) = [run_evaluation(loaded(each, options), each, options) for each in models]
+    figures = comparison(ours, theirs)
+    records = [dict(a=a, b=b, comparison=figures)]
+    lines = [*table(a), *table(b), *verdict(figures)]
+    first, second = [each.tokenizer for each in models]
+    if first.backend.get_vocab() == second.backend.get_vocab():
+        pairs = pairs_of(ours, theirs, first.decode)
+        for name, each in zip("ab", models, strict=True):
+            add_logprobs(name, each, pairs, options)
+        records += pairs
+        lines += partings(pairs)
+    else:
+        lines.append("the tokenizers differ, so only the scores are compared")
+    publish(file, records, lines, "pairs")
+
+
+@torch.no_grad()
+def add_logprobs(name: str, prepared: Prepared, pairs: list[dict], options: EvaluateSettings):
+    """Add "logprobs_<name>" to the pairs that part: what this model gives A's token and B's, in nats, at the samples'
+    temperature (greedy: at 1)."""
+    model = loaded(prepared, options)
+    parted = [pair for pair in pairs if pair["at"] is not None]
+    for pair in counted(parted, "partings", "probabilities"):
+        a, b, at = pair["a"], pair["b"], pair["at"]
+        ids = prepared.encode(a["prompt"]) + a["ids"][:at]
+        with autocast(prepared.settings.dtype, model):
+            hidden = model(torch.tensor([ids], device=model.device))[0, -1]
+            logits = model.logits(hidden).float()
+        if not a["greedy"]:
+            logits /= options.temperature
+        logprobs = logits.log_softmax(-1)
+        pair[f"logprobs_{name}"] = logprobs[[a["ids"][at], b["ids"][at]]].tolist()
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        main(options, prepared, file)
+        (compare if folders[1:] else main)(options, prepared, file)

@@ -614,7 +614,8 @@ class SampleSettings(CompletionOptions, EpisodeOptions):
 class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py.
 
-    The run's options of task and reward hold, unless you give others. Another task has the defaults shown here.
+    The run's options of task and reward hold, unless you give others. Another task has the defaults shown here. Of two
+    models the second one's hold, or those of the one that is a run.
     """
 
     usual = """task data_file num_prompts num_samples temperature max_new_tokens reward_funcs
@@ -624,7 +625,8 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
     num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
-        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name>; none: off",
+        "all completions; empty: evaluation-<task>-test.jsonl (of two models -pairs.jsonl) in the last run, or in "
+        "out/<name>; none: off",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
 

@@ -1,4 +1,5 @@
-"""What evaluate.py evaluates, checked before torch is imported: a run, or a Hugging Face model, with other options."""
+"""What evaluate.py evaluates, checked before torch is imported: a run, or a Hugging Face model, with other options; or
+two of them."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from data import TaskOptions
 from data.tools import NONE
-from runs.checkpoint import find_run, settings_of
+from runs.checkpoint import Checkpoint, find_run, settings_of
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
 from snug.options import SnugError, in_one_line, merge_options
@@ -25,13 +26,15 @@ def prepare_evaluation(
     given: set[str],
     folder: str | Path,
     functions: Mapping[str, Callable] = NONE,
+    source: Checkpoint | None = None,
 ):
     """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
 
     given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. functions: as for
-    `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust.
+    `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust. source: the run
+    whose task and options hold; default: the folder's own.
     """
-    found = find_run(folder, tensors=())
+    found = source or find_run(folder, tensors=())
     run = settings_of(found.state)
     settings = evaluation_settings(options, given, run)
     if not settings.task:
@@ -41,16 +44,36 @@ def prepare_evaluation(
         str(folder),
         f"{folder}/evaluation",
     )  # nothing is written there
-    prepared = prepare(settings, given, functions)
+    # That of a run is the run's, whatever model is asked.
+    chosen = given | {"max_new_tokens"} if run.task else given
+    prepared = prepare(settings, chosen, functions)
     prepared.settings.tokenizer = prepared.tokenizer.name
     own_file = settings.data_file == run.data_file != "" and not run.test_file
-    if own_file and prepared.task.fingerprint() != found.state["data"]:
+    if own_file and found.folder == folder and prepared.task.fingerprint() != found.state["data"]:
         changed = f"data_file={run.data_file} has changed: held-out prompts may have been trained on"
         print(f"warning: {changed}", file=sys.stderr)
     path = prepared.origin.path
     # The hub's cache is not ours: a model from there has its samples in out/.
     place = Path(SNAPSHOT.sub(r"out/\2", str(path))) if is_pretrained(path) else path.parent
-    return prepared, samples_file(options, settings, place)
+    name = f"evaluation-{settings.task}-{'pairs' if source else 'test'}.jsonl"
+    return prepared, samples_file(options, place / name)
+
+
+def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second: str):
+    """Two models, with the task and the options of the one that is a run; of the second, if both are.
+
+    -> (what `prepare` makes of each, the file for the pairs). Raises SnugError, also for runs of different tasks.
+    """
+    runs = [find_run(folder, tensors=()) for folder in (first, second)]
+    tasks = [settings_of(run.state).task for run in runs]
+    if all(tasks) and tasks[0] != tasks[1] and not options.task:
+        both = f"{first} is a run of {tasks[0]}, {second} of {tasks[1]}"
+        raise SnugError(f"{both}; name the task of both, such as --task={tasks[1]}")
+    source = runs[1] if tasks[1] else runs[0]
+    (a, _), (b, file) = [
+        prepare_evaluation(options, given, folder, source=source) for folder in (first, second)
+    ]
+    return [a, b], file
 
 
 def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings):
@@ -76,11 +99,11 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
     return merge_options(GRPOSettings, run, options, given - {"task"}, **changes)
 
 
-def samples_file(options: EvaluateSettings, settings: GRPOSettings, folder: Path) -> Path | None:
+def samples_file(options: EvaluateSettings, default: Path) -> Path | None:
     """Where the samples go; None for --samples_file=none. Raises SnugError if its folder cannot be made."""
     if options.samples_file == "none":
         return None
-    file = Path(options.samples_file or folder / f"evaluation-{settings.task}-test.jsonl")
+    file = Path(options.samples_file or default)
     with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
         file.parent.mkdir(parents=True, exist_ok=True)
     return file

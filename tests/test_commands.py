@@ -54,7 +54,7 @@ ALSO_BAD = {  # answered by the same lines of grpo.py, here in this process
     "--task=adition": "; did you mean addition?",
     "-seed=3": "unknown option -seed; did you mean seed?",
     "--digits=100 --max_new_tokens=8": "prompts of addition have up to 202 tokens",
-    "config/grpo_small.py config/sft_small.py": "only one config is possible, not config/",
+    "config/grpo_small.py config/sft_small.py": "one argument too many: config/",
     "config/sft_small.py --demonstrations=1": "unknown option --demonstrations; did you mean demonstration_noise?",
 }
 

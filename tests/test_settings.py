@@ -201,10 +201,10 @@ def test_wrong_command_lines(tmp_path, monkeypatch):
         "--seed=1.5": "--seed takes a whole number, not '1.5'",
         "--bias=yes": "--bias takes true or false, not 'yes'",
         "--learning_rate=none": "--learning_rate takes a number, not 'none'",
-        "a.py --seed=2 b.py": "only one config is possible, not a.py and b.py",
+        "a.py --seed=2 b.py": "one argument too many: b.py; options are written --name=value",
     }.items():
         assert refused(read_settings, SFTSettings, line.split()) == message
-    with pytest.raises(SnugError, match="only one folder"):
+    with pytest.raises(SnugError, match="one argument too many: b;"):
         read_settings(SampleSettings, ["a", "b"], positional="folder")
     monkeypatch.chdir(tmp_path)
     assert refused(read_settings, SFTSettings, ["nope.py"]) == "config nope.py: No such file or directory"

@@ -110,8 +110,8 @@ def read_settings(cls, argv: list[str], positional: str = "config"):
     """`argv` (without the program's name) -> (cls instance, names of the options that were set, positional argument).
 
     positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
-    ("folder", "file") it is returned unread, "" if it is missing. --help prints the usual options, --help=all prints
-    all, and both exit with 0. Raises SnugError.
+    ("folder", "file") it is returned unread, "" if it is missing; "folders": a list of one or two. --help prints the
+    usual options, --help=all prints all, and both exit with 0. Raises SnugError.
     """
     if {"-h", "--help", "--help=all"}.intersection(argv):
         parser = make_parser(cls, positional, everything="--help=all" in argv)
@@ -123,12 +123,13 @@ def read_settings(cls, argv: list[str], positional: str = "config"):
     argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
     namespace, unknown = make_parser(cls, positional).parse_known_args(argv)
     values = vars(namespace)
-    place = values.pop(positional)
-    for word in sorted(unknown):  # those with a dash first
-        if not word.startswith("-"):
-            raise SnugError(f"only one {positional} is possible, not {place} and {word}")
-        flag = word.partition("=")[0]
+    place, more = values.pop(positional), [word for word in unknown if not word.startswith("-")]
+    for flag in sorted({word.partition("=")[0] for word in unknown} - {*more}):
         raise unknown_option(cls, flag.lstrip("-"), flag)
+    if positional == "folders":
+        place, more = [place, *more[:1]], more[1:]
+    if more:
+        raise SnugError(f"one argument too many: {more[0]}; options are written --name=value")
     return *make_settings(cls, place if positional == "config" else "", values), place
 
 
@@ -262,6 +263,7 @@ class Parser(argparse.ArgumentParser):
 ABOUT = {
     "config": "a file of `name = value` lines",
     "folder": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub",
+    "folders": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub; two are compared",
     "file": "a GGUF file",
 }
 

@@ -1,0 +1,142 @@
+"""Two models, A and B, on the same prompts with the same luck: is B better, and where do their completions part?
+
+With the same seed token t of row i is drawn with the same number in both. So equal distributions draw equal tokens, and
+two completions are the same up to where the models differ. Four prompts, answered wrong, wrong, right, right by A and
+right, right, right, wrong by B: B is up in 2 and down in 1. A fair coin is at least as uneven always: mcnemar(2, 1) = 1.
+
+Pure functions of two lists of samples, which evaluate.py makes, in the same order. A prompt that is repeated counts
+once, with its mean. Left out: corrections of p for several looks. Tests: tests/test_pairs.py.
+"""
+
+import json
+from collections import Counter, defaultdict
+from itertools import product
+from math import ceil, comb, exp, sqrt
+from statistics import fmean
+
+import numpy as np
+
+from data.scores import Z
+
+Z80 = 0.8416212335729143  # 80 % of a normal distribution are below
+MOST_EXACT = 14  # differences; of more, 10,000 of all their signs are drawn
+TINY = 1e-9
+SHOWN = 10  # kinds of partings on the console
+FIGURES = ("right", "reward", "length", "stopped")
+
+
+def mcnemar(up: int, down: int) -> float:
+    """McNemar's exact p of answers that became right and wrong: how often a fair coin is at least as uneven."""
+    n = up + down
+    tail = sum(comb(n, i) for i in range(min(up, down) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def sign_flip(differences: np.ndarray) -> float:
+    """p of a permutation test: how often random signs make the sum of the differences (P,) at least as large."""
+    d = differences[differences != 0]
+    n = len(d)
+    if n <= MOST_EXACT:
+        sums = np.array(list(product((-1, 1), repeat=n))) @ d
+    else:
+        rng = np.random.default_rng(0)
+        blocks = [rng.integers(0, 2, (100, n)) @ d for _ in range(100)]
+        sums = 2 * np.concatenate(blocks) - d.sum()
+        sums[0] = d.sum()  # what was seen is one of them, so p is never 0
+    return float(np.mean(abs(sums) > abs(d.sum()) - TINY))
+
+
+def compared(pairs: list[tuple[dict, dict]], name: str) -> dict:
+    """A figure of samples (A's, B's) -> a, b: its means; low, high: of the difference; p; up, down: numbers of prompts;
+    needed: prompts that find such a difference in 80 % of evaluations, by the normal formula; None if there is none.
+
+    The interval of greedy answers is Bonett and Price's (2012, J. Educ. Behav. Stat. 37:479): it counts one prompt more
+    that is up, and one that is down. Others are the normal one.
+    """
+    values = defaultdict(list)
+    for a, b in pairs:
+        values[json.dumps(a["prompt"])].append([a[name], b[name]])
+    means = np.array([np.mean(each, axis=0) for each in values.values()])
+    a, b = means.mean(axis=0).tolist()
+    d = means @ [-1, 1]
+    up, down = int((d > 0).sum()), int((d < 0).sum())
+    needed = None
+    if abs(b - a) > TINY:
+        needed = ceil(((Z + Z80) * d.std() / (b - a)) ** 2)
+    p = sign_flip(d)
+    if pairs[0][0]["greedy"] and name == "right":
+        p = mcnemar(up, down)
+        d = np.append(d, [1, -1])
+    half = Z * d.std() / sqrt(len(d))
+    low, high = (d.mean() + [-half, half]).tolist()
+    return dict(a=a, b=b, low=low, high=high, p=p, up=up, down=down, needed=needed)
+
+
+def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
+    """Samples of A and of B -> {"greedy right": `compared`, ..., "sampled right": ...}; reward if all have one."""
+    kinds = defaultdict(list)
+    for a, b in zip(ours, theirs, strict=True):
+        kinds["greedy" if a["greedy"] else "sampled"].append((a, b))
+    return {
+        f"{kind} {name}": compared(pairs, name)
+        for kind, pairs in kinds.items()
+        for name in FIGURES
+        if all(None not in (a[name], b[name]) for a, b in pairs)
+    }
+
+
+def verdict(figures: dict[str, dict]) -> list[str]:
+    """`comparison` -> lines for people: the figures, and whether B is better, by its sampled answers if there are any."""
+    lines = [f"{'':16}      A        B     B - A   95 % interval       p        prompts up, down"]
+    for name, row in figures.items():
+        difference, p = row["b"] - row["a"], row["p"]
+        line = f"  {name:16}{row['a']:8.3f}{row['b']:9.3f}{difference:+10.3f}   "
+        line += f"{row['low']:+.3f} to {row['high']:+.3f}   {p:<8.2g} {row['up']}, {row['down']}"
+        lines.append(line)
+        if name.endswith("right"):
+            said = f"{name} {difference:+.3f}, p = {p:.2g}"
+            result = f"B is {'better' if difference > 0 else 'worse'}: {said}"
+            if p >= 0.05:
+                result = f"no difference to see: {said}"
+                if row["needed"]:
+                    result += f"; one of this size takes about {row['needed']:,} prompts (power 80 %)"
+    return [*lines, result]
+
+
+def pairs_of(ours: list[dict], theirs: list[dict], decode) -> list[dict]:
+    """Samples of A and of B, with "ids" -> a dict for each pair: a, b: the samples; flip: 1 if only B is right, -1 if
+    only A is, else 0; at: the first place where both go on, with different tokens, or None; shared: the text before;
+    tokens: A's and B's there. Of the ids 5 7 7 and 5 8 it is place 1, and 7 and 8.
+    """
+    pairs = []
+    for a, b in zip(ours, theirs, strict=True):
+        tokens = enumerate(zip(a["ids"], b["ids"], strict=False))
+        at = next((place for place, (x, y) in tokens if x != y), None)
+        pair = dict(at=at, flip=b["right"] - a["right"], a=a, b=b)
+        if at is not None:
+            pair["shared"] = decode(a["ids"][:at])
+            pair["tokens"] = [decode([each["ids"][at]]) or "<end>" for each in (a, b)]
+        pairs.append(pair)
+    return pairs
+
+
+def partings(pairs: list[dict]) -> list[str]:
+    """`pairs_of`, with "logprobs_a" and "logprobs_b" of both tokens -> lines for people: the most frequent partings."""
+    groups = defaultdict(list)
+    for pair in pairs:
+        groups[tuple(pair.get("tokens", ()))].append(pair)
+    same = len(groups.pop((), []))
+    lines = [f"{same} of {len(pairs)} pairs are the same"]
+    if groups:
+        lines[0] += "; the others part first at"
+        lines.append(
+            "   pairs   won  lost   A's token     its probability   B's token     its probability"
+        )
+    for tokens, group in sorted(groups.items(), key=lambda item: -len(item[1]))[:SHOWN]:
+        flips = Counter(pair["flip"] for pair in group)
+        line = f"{len(group):8}{flips[1]:6}{flips[-1]:6}"
+        for i, token in enumerate(tokens):
+            a, b = [fmean(exp(pair[f"logprobs_{name}"][i]) for pair in group) for name in "ab"]
+            line += f"   {json.dumps(token, ensure_ascii=False):14}{a:.3f} -> {b:.3f} "
+        lines.append(line)
+    return lines
