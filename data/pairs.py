@@ -73,16 +73,21 @@ def compared(pairs: list[tuple[dict, dict]], name: str) -> dict:
 
 
 def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
-    """Samples of A and of B -> {"greedy right": `compared`, ..., "sampled right": ...}; reward if all have one."""
-    kinds = defaultdict(list)
+    """Samples of A and of B -> {"greedy right": `compared`, ..., "sampled right": ...}.
+
+    reward: if all completions were scored, and it is more than right and wrong.
+    """
+    kinds, figures = defaultdict(list), {}
     for a, b in zip(ours, theirs, strict=True):
         kinds["greedy" if a["greedy"] else "sampled"].append((a, b))
-    return {
-        f"{kind} {name}": compared(pairs, name)
-        for kind, pairs in kinds.items()
-        for name in FIGURES
-        if all(None not in (a[name], b[name]) for a, b in pairs)
-    }
+    for kind, pairs in kinds.items():
+        samples = [sample for pair in pairs for sample in pair]
+        right = [sample["right"] for sample in samples]
+        for name in FIGURES:
+            values = [sample[name] for sample in samples]
+            if None not in values and (name != "reward" or values != right):
+                figures[f"{kind} {name}"] = compared(pairs, name)
+    return figures
 
 
 def verdict(figures: dict[str, dict]) -> list[str]:
@@ -129,14 +134,12 @@ def partings(pairs: list[dict]) -> list[str]:
     lines = [f"{same} of {len(pairs)} pairs are the same"]
     if groups:
         lines[0] += "; the others part first at"
-        lines.append(
-            "   pairs   won  lost   A's token     its probability   B's token     its probability"
-        )
+        lines.append("   pairs   won  lost   A's token     probability      B's token     probability")
     for tokens, group in sorted(groups.items(), key=lambda item: -len(item[1]))[:SHOWN]:
         flips = Counter(pair["flip"] for pair in group)
         line = f"{len(group):8}{flips[1]:6}{flips[-1]:6}"
         for i, token in enumerate(tokens):
             a, b = [fmean(exp(pair[f"logprobs_{name}"][i]) for pair in group) for name in "ab"]
-            line += f"   {json.dumps(token, ensure_ascii=False):14}{a:.3f} -> {b:.3f} "
+            line += f"   {json.dumps(token, ensure_ascii=False):14}{a:.3f} -> {b:.3f}"
         lines.append(line)
     return lines

@@ -88,6 +88,14 @@ MUTANTS = [
     ("an unscored completion scored 0", "data/rewards.py", "if scored else math.nan", "if scored else 0.0", "test_reward.py test_grpo.py"),
     ("reward weights ignored", "data/rewards.py", "weight * reward for weight, reward", "reward for weight, reward", "test_reward.py"),
     ("texts behind messages", "data/rewards.py", "if isinstance(prompt, str) or isinstance(completion, list):", "if True:", "test_reward.py"),
+    # data/pairs.py
+    ("pairs: one side of the coin", "data/pairs.py", "min(1.0, 2 * tail / 2**n)", "min(1.0, tail / 2**n)", "test_pairs.py"),
+    ("pairs: signs as large as what was seen do not count", "data/pairs.py", "abs(d.sum()) - TINY", "abs(d.sum()) + TINY", "test_pairs.py"),
+    ("pairs: a repeated prompt is two", "data/pairs.py", "values[json.dumps(a[\"prompt\"])]", "values[len(values)]", "test_pairs.py"),
+    ("pairs: greedy answers as all others", "data/pairs.py", 'if pairs[0][0]["greedy"] and name == "right":', "if False:", "test_pairs.py"),
+    ("pairs: prompts for a power of a half", "data/pairs.py", "(Z + Z80) * d.std()", "Z * d.std()", "test_pairs.py"),
+    ("pairs: the verdict on greedy answers", "data/pairs.py", 'if name.endswith("right"):', 'if name == "greedy right":', "test_pairs.py"),
+    ("pairs: won is lost", "data/pairs.py", 'flip=b["right"] - a["right"]', 'flip=a["right"] - b["right"]', "test_pairs.py"),
     # data/scores.py
     ("evaluations: any task's reward is 1", "data/scores.py", 'sample["task_reward"] == 1', 'sample["task_reward"] is not None', "test_scoring.py"),
     ("evaluations: None is 0 in the mean", "data/scores.py", "mean_of([s[name] for s in samples if s.get(name) is not None])", "mean_of([s.get(name) or 0.0 for s in samples])", "test_scoring.py"),
@@ -115,6 +123,9 @@ MUTANTS = [
     ("evaluations move the generators", "evaluate.py", "    restore_generators(generators)\n", "", "test_scoring.py"),
     ("evaluations: every piece draws as the first", "evaluate.py", "(numbers.start + first) * group_size", "numbers.start * group_size", "test_evaluate.py"),
     ("evaluations: the first process's samples", "evaluate.py", "[sum(samples, []) for samples in", "[samples[0] for samples in", "test_evaluate.py"),
+    ("pairs: the probabilities at temperature 1", "evaluate.py", "            logits /= options.temperature\n", "            pass\n", "test_pairs.py"),
+    ("pairs: the probabilities behind A's token", "evaluate.py", '+ a["ids"][:at]', '+ a["ids"][: at + 1]', "test_pairs.py"),
+    ("pairs: other tokenizers' ids", "evaluate.py", "if first.backend.get_vocab() == second.backend.get_vocab():", "if True:", "test_pairs.py"),
     # examples/functions.py
     ("functions: tests that tell no sibling", "examples/functions.py", "return sum(sibling(arguments) != result for sibling in siblings), ", "return 0, ", "test_functions.py"),
     ("functions: no test of an empty input", "examples/functions.py", "max(empty[:1] or pool,", "max(pool,", "test_functions.py"),
@@ -185,6 +196,8 @@ MUTANTS = [
     # runs/evaluation.py
     ("evaluate.py forgets the run's functions", "runs/evaluation.py", 'if task != run.task or "reward_funcs" in given', "if True", "test_scoring.py"),
     ("evaluate.py gives other functions the run's weights", "runs/evaluation.py", ' or "reward_funcs" in given', "", "test_scoring.py"),
+    ("pairs: A's options hold", "runs/evaluation.py", "source = runs[1] if tasks[1] else runs[0]", "source = runs[0] if tasks[0] else runs[1]", "test_pairs.py"),
+    ("pairs: a model's limit is 256 beside a run of 32", "runs/evaluation.py", '{"max_new_tokens"} if run.task else given', 'set() if run.task else given', "test_pairs.py"),
     # runs/export.py
     ("PEFT: adapters on adapters", "runs/export.py", ' or base.state["weights"][1]', "", "test_adapters.py"),
     # runs/hints.py

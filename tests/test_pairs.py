@@ -91,6 +91,9 @@ def test_the_verdict_is_about_sampled_answers_if_there_are_any():
     theirs = samples_of(np.ones((9, 1)), greedy=True) + samples_of(np.zeros((9, 2)), reward=0.25)
     figures = comparison(ours, theirs)
     assert [name for name in figures if "reward" in name] == ["sampled reward"]  # no greedy one was scored
+    for sample in ours + theirs:
+        sample["reward"] = sample["right"]
+    assert not any("reward" in name for name in comparison(ours, theirs))  # it says the same
     assert verdict(figures)[-1] == "B is worse: sampled right -1.000, p = 0.0039"
     assert verdict(comparison(ours[:9], theirs[:9]))[-1] == "B is better: greedy right +1.000, p = 0.0039"
     assert verdict(comparison(ours, ours))[-1] == "no difference to see: sampled right +0.000, p = 1"
