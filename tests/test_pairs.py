@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import weakref
 from itertools import product
 
 import numpy as np
@@ -14,6 +15,7 @@ from conftest import HOME, make_model
 from scipy.stats import binom, binomtest
 from test_evaluate import hex_run
 
+import evaluate
 import train_sft
 from data.pairs import compared, comparison, mcnemar, pairs_of, partings, sign_flip, verdict
 from evaluate import compare, run_evaluation
@@ -200,7 +202,17 @@ def compare_by(*words):
     return [json.loads(line) for line in file.read_text().splitlines()], models, options
 
 
-def test_a_model_and_itself_have_no_parting(folders, capsys):
+def test_a_model_and_itself_have_no_parting(folders, capsys, monkeypatch):
+    """And one model is in memory at a time."""
+    models = []
+
+    def loaded(*arguments, load=evaluate.loaded):
+        assert all(model() is None for model in models)
+        model = load(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(evaluate, "loaded", loaded)
     (first, *pairs), *_ = compare_by(f"{folders}/a", f"{folders}/a", "--num_prompts=9", "--num_samples=3")
     assert len(pairs) == 36 and all(pair["at"] is None and pair["a"] == pair["b"] for pair in pairs)
     assert all(row["p"] == 1 and row["low"] <= 0 <= row["high"] for row in first["comparison"].values())

@@ -7,16 +7,18 @@ show completions as text only, and the page's policy runs no other script.
 import json
 import secrets
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
 
-from runs.log import change, write_whole
+from runs.log import change, read_lines, write_whole
 from runs.page.charts import PALETTE, charts_of
 from runs.page.runs import Run, logged, options_of
 from snug.options import in_one_line
 
 HERE = Path(__file__).parent
+MOST_PAIRS = 2000  # of an evaluation of two models, in a page
 
 
 def write_page(runs: list[Run], cells: list[list[str]]):
@@ -29,6 +31,10 @@ def write_page(runs: list[Run], cells: list[list[str]]):
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     charts = charts_of(runs)
     rollouts = [dict(run=str(r.folder), samples=r.samples, every=r.every) for r in runs if r.samples]
+    for run in runs:
+        for file in sorted(run.folder.glob("evaluation-*-pairs.jsonl")):
+            pairs = islice(read_lines(file), 1, MOST_PAIRS)
+            rollouts.append(dict(run=str(file), pairs=list(pairs), every=1))
     data = dict(palette=PALETTE, charts=list(map(asdict, charts)), rollouts=rollouts)
     text = template.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
