@@ -201,7 +201,7 @@ MUTANTS = [
     # runs/export.py
     ("PEFT: adapters on adapters", "runs/export.py", ' or base.state["weights"][1]', "", "test_adapters.py"),
     # runs/hints.py
-    ("of two hints for a figure the second counts", "runs/hints.py", "lines.setdefault(figure, ", "lines.__setitem__(figure, ", "test_hints.py"),
+    ("of two hints for a figure the second counts", "runs/hints.py", "found.setdefault(figure, ", "lines.__setitem__(figure, ", "test_hints.py"),
     # runs/loading.py
     ("NF4: a base in 4 bits is merged into plain weights", "runs/loading.py", "    if settings.base_dtype:\n        hold_in_nf4", "    if False:\n        hold_in_nf4", "test_nf4.py"),
     # runs/lock.py
