@@ -49,7 +49,11 @@ def prepare_evaluation(
     prepared = prepare(settings, chosen, functions)
     prepared.settings.tokenizer = prepared.tokenizer.name
     own_file = settings.data_file == run.data_file != "" and not run.test_file
-    if own_file and found.folder == folder and prepared.task.fingerprint() != found.state["data"]:
+    if (
+        own_file
+        and found.path == prepared.origin.path
+        and prepared.task.fingerprint() != found.state["data"]
+    ):
         changed = f"data_file={run.data_file} has changed: held-out prompts may have been trained on"
         print(f"warning: {changed}", file=sys.stderr)
     path = prepared.origin.path
