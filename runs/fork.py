@@ -1,0 +1,95 @@
+"""Branches of a run: it goes on as it was, and with other options, several times, each pair with the same luck.
+
+    python -m runs.fork out/grpo_small --at=60 --learning_rate=6e-4 --seeds=3
+
+Each pair begins with checkpoint-000060, here out/grpo_small-at60/same-seed1 and learning_rate=0.0006-seed1 beside it.
+The first has the run's seed, so `same-seed1` samples what the run itself did. The others have the seeds behind it: other
+prompts, other tokens. A branch is a run of its own; its log begins with the run's. OF_BOTH names the options that both
+of a pair get: how long they are, how they are logged, where they run.
+
+One branch trains after the other, in a process of grpo.py. The same command goes on where it was stopped.
+Left out: several processes (torchrun); a comparison, which report.py makes. Tests: tests/test_fork.py.
+"""
+
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from runs.checkpoint import checkpoints, iteration_of
+from runs.log import read_log
+from runs.prepare import prepare
+from settings import GRPOSettings, LogOptions
+from snug.options import SnugError, fields, friendly_errors, make_settings, option, read_settings
+from snug.options.progress import say
+
+OF_BOTH = {"max_iters", "seed", "device", "out_dir", *fields(LogOptions)}
+SCRIPT = Path(__file__).parents[1] / "grpo.py"
+
+
+@dataclass
+class ForkSettings(GRPOSettings):
+    """How a run goes on from a checkpoint, as it was and with the options that are given here."""
+
+    usual = "at seeds max_iters out_dir"
+
+    at: int = option(0, "branch after N iterations; 0: the newest checkpoint")
+    seeds: int = option(5, "pairs of branches, each of another seed; the first is the run's", minimum=1)
+
+
+def main(settings: ForkSettings, given: set[str], folder: str):
+    """Raises SnugError before anything is written if the run cannot go on like this."""
+    changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
+    run = prepare(*make_settings(GRPOSettings, "", changed | {"resume": folder})).settings
+    starts = {iteration_of(path): path for path in checkpoints(folder)}
+    at = settings.at or max(starts)
+    if at not in starts:
+        there = ", ".join(map(str, starts))
+        raise SnugError(f"{folder} has no checkpoint after {at} iterations, but after {there}")
+    if at >= run.max_iters:
+        raise SnugError(f"{folder} ends after {run.max_iters} iterations; go on: --max_iters={at + 20}")
+
+    place = settings.out_dir if "out_dir" in given else f"{Path(folder)}-at{at}"
+    other = [f"{name}={value}" for name, value in changed.items() if name not in OF_BOTH]
+    arms = {"same": {name: changed[name] for name in OF_BOTH & given}}
+    arms[",".join(other).replace("/", "_") or "same"] = changed
+    for seed in range(run.seed, run.seed + settings.seeds):
+        for name, options in arms.items():
+            branch = Path(place, f"{name}-seed{seed}")
+            copy_start(starts[at], branch)
+            train(branch, options | dict(seed=seed, resume=str(branch)), run.max_iters)
+    say(f"next: python report.py {' '.join(f'{place}/{name}-*' for name in arms)}")
+
+
+def copy_start(start: Path, branch: Path):
+    """Copy a checkpoint and its run's log, if they are not there. Raises SnugError if another run's are."""
+    if not (branch / "log.jsonl").exists():
+        shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
+        shutil.copy(start.parent / "log.jsonl", branch)
+    before = read_log(start.parent)[: iteration_of(start)]
+    if read_log(branch)[: len(before)] != before:
+        raise SnugError(f"{branch} is a branch of another run; move it away")
+
+
+def train(branch: Path, options: dict, end: int):
+    """Train a branch until `end`, if it is not there. Exits if that fails or is stopped."""
+    config = branch / "options.py"
+    config.write_text("".join(f"{name} = {value!r}\n" for name, value in options.items()))
+    if not is_done(branch, end):
+        say(f"branch {branch}")
+        signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets it too; it saves and ends
+        code = subprocess.call([sys.executable, SCRIPT, config])
+        if code or not is_done(branch, end):
+            say("stopped; the same command goes on")
+            sys.exit(code)
+
+
+def is_done(branch: Path, end: int) -> bool:
+    return iteration_of(checkpoints(branch)[-1]) >= end
+
+
+if __name__ == "__main__":
+    with friendly_errors():
+        main(*read_settings(ForkSettings, sys.argv[1:], positional="folder"))
