@@ -1,8 +1,9 @@
-"""Compare runs: a table of memory, time and scores on the console, and a page with charts and completions.
+"""Compare runs: a table of memory, time and scores, a verdict on the console, and a page with charts and completions.
 
     python report.py out/grpo_small out/sft_small
 
-The first run's folder gets report.html, which works without network.
+The first run's folder gets report.html, which works without network. The verdict (runs/verdict.py) says whether runs of
+GRPO with other options are better, and of which runs only the reward rises.
 """
 
 from statistics import median
@@ -11,6 +12,7 @@ from runs.log import change
 from runs.page.charts import LEARNING
 from runs.page.runs import PHASES, Run, logged, logged_names, read_runs
 from runs.page.write import write_page
+from runs.verdict import verdict
 from snug.options import Parser, friendly_errors, plain
 
 LARGEST = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
@@ -20,13 +22,13 @@ MEDIAN = ["time_s", *[f"time_{phase}_s" for phase in PHASES], "tokens_per_second
 
 def main(runs: list[Run]):
     """Print the table, then write the page. Raises SnugError."""
-    print(plain("\n".join(table(runs))), flush=True)
+    print(plain("\n".join(table(runs) + verdict(runs))), flush=True)
     print(f"page: {make_page(runs)}")
 
 
 def make_page(runs: list[Run]):
     """Write report.html into the first run's folder -> its path. Raises SnugError."""
-    return write_page(runs, cells_of(runs))
+    return write_page(runs, cells_of(runs), verdict(runs))
 
 
 def cells_of(runs: list[Run]):

@@ -6,6 +6,7 @@ made by the command that makes it in the texts.
 """
 
 import ast
+import glob
 import gzip
 import json
 import os
@@ -41,6 +42,8 @@ MAKERS = {
     "out/short_answers": "python grpo.py config/grpo_chat.py --data_file=prompts.jsonl --reward_funcs=my_rewards:short",
     "out/my-sft-lora": "python train_sft.py --task=gsm8k --chat --data_file=data/gsm8k/train.jsonl --lora_rank=2 "
     "--test_file=data/gsm8k/test.jsonl --init_from=models/smollm2-135m-instruct",
+    "out/tiny": "python grpo.py config/grpo_small.py --digits=2",
+    "out/tiny-at4": "python -m runs.fork out/tiny --learning_rate=6e-4",
     "out/X": "python train_sft.py config/sft_small.py",
 }
 NOT_RUN = {  # what a command begins with: why it does not run here. Its file and its options must exist.
@@ -210,6 +213,8 @@ def last_words(script, words):
         return ["--num_prompts=2", "--num_samples=2", "--max_new_tokens=8", "--device=cpu"]
     if script == "sample.py":
         return ["--num_samples=2", "--max_new_tokens=8", "--device=cpu"]
+    if script == "runs.fork":
+        return ["--at=0", "--max_iters=2", "--seeds=1"]
     if script not in ("grpo.py", "train_sft.py") or "--help" in words:
         return []
     small, start = ["--max_iters=1"], words[0]
@@ -236,6 +241,7 @@ def run(line, monkeypatch):
         assert run(maker, monkeypatch) == 0, maker
     for place in places:
         need(place, monkeypatch)
+    words = [each for word in words for each in sorted(glob.glob(word)) or [word]]
     for word in words:
         if word.endswith(".gguf") and not os.path.exists(word):
             write_gguf(word)

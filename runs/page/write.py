@@ -21,8 +21,10 @@ HERE = Path(__file__).parent
 MOST_PAIRS = 2000  # of an evaluation of two models, in a page
 
 
-def write_page(runs: list[Run], cells: list[list[str]]):
-    """Write report.html into the first run's folder -> its path. cells: the console's table. Raises SnugError."""
+def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
+    """Write report.html into the first run's folder -> its path. cells: the console's table; verdict: its lines below.
+
+    Raises SnugError."""
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -47,6 +49,7 @@ def write_page(runs: list[Run], cells: list[list[str]]):
         tiles=tiles(runs[0]),
         options=options_of(runs),
         cells=cells,
+        verdict=verdict,
     )
     page = runs[0].folder / "report.html"
     with in_one_line(f"{page} cannot be written"):
