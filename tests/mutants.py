@@ -200,6 +200,11 @@ MUTANTS = [
     ("pairs: a model's limit is 256 beside a run of 32", "runs/evaluation.py", '{"max_new_tokens"} if run.task else given', 'set() if run.task else given', "test_pairs.py"),
     # runs/export.py
     ("PEFT: adapters on adapters", "runs/export.py", ' or base.state["weights"][1]', "", "test_adapters.py"),
+    # runs/fork.py
+    ("fork: each branch has the run's seed", "runs/fork.py", "options | dict(seed=seed, ", "options | dict(seed=run.seed, ", "test_fork.py"),
+    ("fork: a branch of an earlier run counts", "runs/fork.py", "if read_log(branch)[: len(before)] != before:", "if False:", "test_fork.py"),
+    ("fork: Ctrl-C ends the command before the branch", "runs/fork.py", "        signal.signal(signal.SIGINT, lambda *_: None)", "        pass", "test_fork.py"),
+    ("fork: after a stopped branch the next one", "runs/fork.py", "if code or not is_done(branch, end):", "if code:", "test_fork.py"),
     # runs/hints.py
     ("of two hints for a figure the second counts", "runs/hints.py", "found.setdefault(figure, ", "lines.__setitem__(figure, ", "test_hints.py"),
     # runs/loading.py
@@ -246,6 +251,14 @@ MUTANTS = [
     # runs/saver.py
     ("tokenizer not kept beside the checkpoint", "runs/saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
     ("the best by pass@1 alone", "runs/saver.py", '"eval_reward_mean" if self.settings.reward_funcs else "pass_at_1"', '"pass_at_1"', "test_scoring.py"),
+    # runs/verdict.py
+    ("verdict: warm starts of two seeds are two arms", "runs/verdict.py", "if origin.is_file():", "if False:", "test_verdict.py"),
+    ("verdict: seeds in any order", "runs/verdict.py", "    if len(pairs) < 2:\n", "    if True:\n", "test_verdict.py"),
+    ("verdict: the normal quantile for few pairs", "runs/verdict.py", "np.interp(0.975, chances, values)", "1.96", "test_verdict.py"),
+    ("verdict: runs that go on are compared", "runs/verdict.py", "and run.ended and", "and", "test_verdict.py"),
+    ("verdict: few prompts warn", "runs/verdict.py", " or rise > enough - 1.645 * noise", "", "test_verdict.py"),
+    ("verdict: a score that rises less is named", "runs/verdict.py", "rise > 1.645 * noise or ", "", "test_verdict.py"),
+    ("verdict: a reward that does not rise is named", "runs/verdict.py", "p_reward > 0.01 or ", "", "test_verdict.py"),
     # sample.py
     ("stop token out of the mask", "sample.py", "is_stop.int().argmax(1) + 1", "is_stop.int().argmax(1)", "test_sample.py test_grpo.py"),
     ("refills sampled with the same numbers", "sample.py", "np.arange(first_row, first_row + N)", "np.arange(N)", "test_collect.py"),

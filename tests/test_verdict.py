@@ -101,7 +101,7 @@ def test_runs_of_equal_options_are_an_arm():
     assert lines[2].startswith("pass_at_1: A 0.515, B 0.605, B - A +0.090 in 2 pairs, in each of them")
     no_seed_in_common = verdict(a + scores_of((7, 8), 0.6, beta=0.1))
     assert no_seed_in_common[2].startswith("pass_at_1: A 0.505, B 0.605, B - A +0.100 in 2 pairs")
-    running = dataclasses.replace(b[0], records=b[0].records[:-1])
+    running = dataclasses.replace(b[0], settings=b[0].settings | dict(max_iters=9))
     assert verdict([*a, running]) == []
     three = verdict([a[0], b[0], make("c", beta=0.5)])
     assert [line[:3] for line in three] == ["A: ", "B: ", "pas"] * 2 and "luck" in three[2]
@@ -136,10 +136,11 @@ CASES = {  # rewards, scores before and after, prompts: is it said?
     "a hack that costs the task": (RISING, (0.3, 0.1), 200, True),
     "a hack of what never is right": (RISING, (0.0, 0.0), 200, True),
     "both rise": (RISING, (0.3, 0.8), 200, False),
-    "the score rises less": (RISING, (0.3, 0.45), 200, False),
+    "the score rises less": (RISING, (0.3, 0.42), 200, False),
     "few prompts": (RISING, (0.3, 0.3), 8, False),
     "the reward rises too little to tell": (0.5 + RISING / 20, (0.3, 0.3), 200, False),
     "no reward rises": (FLAT, (0.3, 0.3), 200, False),
+    "the reward may rise by luck": ([0.2, 0.8, 0, 0, 0, 0, 0.9, 0.95], (0.3, 0.3), 200, False),
     "the reward falls": (-RISING, (0.3, 0.2), 200, False),
     "too short": (RISING[::3], (0.3, 0.3), 200, False),
 }
@@ -148,7 +149,7 @@ CASES = {  # rewards, scores before and after, prompts: is it said?
 @pytest.mark.parametrize("case", CASES)
 def test_a_reward_that_rises_alone_is_named(case):
     rewards, scores, prompts, said = CASES[case]
-    noisy = rewards + RNG.normal(0, 0.02, len(rewards))
+    noisy = np.array(rewards) + RNG.normal(0, 0.02, len(rewards))
     run = make("x", scores, noisy.tolist(), len(rewards), eval_prompts=prompts, reward_funcs=["m:f"])
     line = suspicion(run)
     assert bool(line) == said
