@@ -35,7 +35,8 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         speak()
         options, given, folders = read_settings(EvaluateSettings, sys.argv[1:], positional="folders")
-        prepared, file = (prepare_pair if folders[1:] else prepare_evaluation)(options, given, *folders)
+        prepare = prepare_pair if folders[1:] else prepare_evaluation
+        prepared, file = prepare(options, given, *folders)
 
 import torch
 
@@ -248,7 +249,13 @@ def compare(options: EvaluateSettings, models: list[Prepared], file: Path | None
 
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
-    (a, ours), (b, theirs) = [run_evaluation(loaded(each, options), each, options) for each in models]
+    summaries, samples = [], []
+    for each in models:
+        summary, of_model = run_evaluation(loaded(each, options), each, options)
+        summaries.append(summary)
+        samples.append(of_model)
+    a, b = summaries
+    ours, theirs = samples
     figures = comparison(ours, theirs)
     records = [dict(a=a, b=b, comparison=figures)]
     lines = [*table(a), *table(b), *verdict(figures)]
@@ -271,17 +278,21 @@ def add_logprobs(name: str, prepared: Prepared, pairs: list[dict], options: Eval
     model = loaded(prepared, options)
     parted = [pair for pair in pairs if pair["at"] is not None]
     for pair in counted(parted, "partings", "probabilities"):
-        a, b, at = pair["a"], pair["b"], pair["at"]
+        a, b = pair["a"], pair["b"]
+        at = pair["at"]
         ids = prepared.encode(a["prompt"]) + a["ids"][:at]
         with autocast(prepared.settings.dtype, model):
-            hidden = model(torch.tensor([ids], device=model.device))[0, -1]
+            tokens = torch.tensor([ids], device=model.device)
+            hidden = model(tokens)[0, -1]  # (C,)
             logits = model.logits(hidden).float()
         if not a["greedy"]:
             logits /= options.temperature
         logprobs = logits.log_softmax(-1)
-        pair[f"logprobs_{name}"] = logprobs[[a["ids"][at], b["ids"][at]]].tolist()
+        both = [a["ids"][at], b["ids"][at]]
+        pair[f"logprobs_{name}"] = logprobs[both].tolist()
 
 
 if __name__ == "__main__":
     with friendly_errors():
-        (compare if folders[1:] else main)(options, prepared, file)
+        evaluate = compare if folders[1:] else main
+        evaluate(options, prepared, file)

@@ -61,7 +61,11 @@ def table(runs: list[Run]) -> list[str]:
     """The lines of the console's table, with one column per run."""
     cells = cells_of(runs)
     width, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join([row[0].ljust(width), *map(str.rjust, row[1:], widths)]) for row in cells]
+    lines = []
+    for name, *values in cells:
+        columns = map(str.rjust, values, widths)
+        lines.append("  ".join([name.ljust(width), *columns]))
+    return lines
 
 
 if __name__ == "__main__":

@@ -162,7 +162,9 @@ def opened(test: str) -> tuple[str, str, list[str]]:
     if not checks:
         raise ValueError("its test has no function check(candidate)")
     module.body.remove(checks[0])
-    return ast.unparse(module), checks[0].args.args[0].arg, list(map(ast.unparse, checks[0].body))
+    argument = checks[0].args.args[0].arg
+    statements = list(map(ast.unparse, checks[0].body))
+    return ast.unparse(module), argument, statements
 
 
 def called(code: str) -> list[str]:

@@ -28,7 +28,8 @@ FIGURES = ("right", "reward", "length", "stopped")
 def mcnemar(up: int, down: int) -> float:
     """McNemar's exact p of answers that became right and wrong: how often a fair coin is at least as uneven."""
     n = up + down
-    tail = sum(comb(n, i) for i in range(min(up, down) + 1))
+    fewer = min(up, down)
+    tail = sum(comb(n, i) for i in range(fewer + 1))
     return min(1.0, 2 * tail / 2**n)
 
 
@@ -37,7 +38,8 @@ def sign_flip(differences: np.ndarray) -> float:
     d = differences[differences != 0]
     n = len(d)
     if n <= MOST_EXACT:
-        sums = np.array(list(product((-1, 1), repeat=n))) @ d
+        signs = list(product((-1, 1), repeat=n))
+        sums = np.array(signs) @ d
     else:
         rng = np.random.default_rng(0)
         blocks = [rng.integers(0, 2, (100, n)) @ d for _ in range(100)]
@@ -55,21 +57,34 @@ def compared(pairs: list[tuple[dict, dict]], name: str) -> dict:
     """
     values = defaultdict(list)
     for a, b in pairs:
-        values[json.dumps(a["prompt"])].append([a[name], b[name]])
-    means = np.array([np.mean(each, axis=0) for each in values.values()])
+        prompt = json.dumps(a["prompt"])
+        values[prompt].append([a[name], b[name]])
+    means = [np.mean(each, axis=0) for each in values.values()]
+    means = np.array(means)  # (P, 2)
     a, b = means.mean(axis=0).tolist()
     d = means @ [-1, 1]
-    up, down = int((d > 0).sum()), int((d < 0).sum())
+    up = int((d > 0).sum())
+    down = int((d < 0).sum())
     needed = None
     if abs(b - a) > TINY:
-        needed = ceil(((Z + Z80) * d.std() / (b - a)) ** 2)
+        spread = d.std() / (b - a)
+        needed = ceil(((Z + Z80) * spread) ** 2)
     p = sign_flip(d)
     if pairs[0][0]["greedy"] and name == "right":
         p = mcnemar(up, down)
         d = np.append(d, [1, -1])
     half = Z * d.std() / sqrt(len(d))
     low, high = (d.mean() + [-half, half]).tolist()
-    return dict(a=a, b=b, low=low, high=high, p=p, up=up, down=down, needed=needed)
+    return dict(
+        a=a,
+        b=b,
+        low=low,
+        high=high,
+        p=p,
+        up=up,
+        down=down,
+        needed=needed,
+    )
 
 
 def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
@@ -77,7 +92,8 @@ def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
 
     reward: if all completions were scored, and it is more than right and wrong.
     """
-    kinds, figures = defaultdict(list), {}
+    kinds = defaultdict(list)
+    figures = {}
     for a, b in zip(ours, theirs, strict=True):
         kinds["greedy" if a["greedy"] else "sampled"].append((a, b))
     for kind, pairs in kinds.items():
@@ -85,7 +101,8 @@ def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
         right = [sample["right"] for sample in samples]
         for name in FIGURES:
             values = [sample[name] for sample in samples]
-            if None not in values and (name != "reward" or values != right):
+            says_more = name != "reward" or values != right
+            if None not in values and says_more:
                 figures[f"{kind} {name}"] = compared(pairs, name)
     return figures
 
@@ -94,10 +111,14 @@ def verdict(figures: dict[str, dict]) -> list[str]:
     """`comparison` -> lines for people: the figures, and whether B is better, by its sampled answers if there are any."""
     lines = [f"{'':16}      A        B     B - A   95 % interval       p        prompts up, down"]
     for name, row in figures.items():
-        difference, p = row["b"] - row["a"], row["p"]
-        line = f"  {name:16}{row['a']:8.3f}{row['b']:9.3f}{difference:+10.3f}   "
-        line += f"{row['low']:+.3f} to {row['high']:+.3f}   {p:<8.2g} {row['up']}, {row['down']}"
-        lines.append(line)
+        a, b, p = row["a"], row["b"], row["p"]
+        difference = b - a
+        cells = [
+            f"  {name:16}{a:8.3f}{b:9.3f}{difference:+10.3f}",
+            f"{row['low']:+.3f} to {row['high']:+.3f}",
+            f"{p:<8.2g} {row['up']}, {row['down']}",
+        ]
+        lines.append("   ".join(cells))
         if name.endswith("right"):
             said = f"{name} {difference:+.3f}, p = {p:.2g}"
             result = f"B is {'better' if difference > 0 else 'worse'}: {said}"
@@ -115,12 +136,19 @@ def pairs_of(ours: list[dict], theirs: list[dict], decode) -> list[dict]:
     """
     pairs = []
     for a, b in zip(ours, theirs, strict=True):
-        tokens = enumerate(zip(a["ids"], b["ids"], strict=False))
-        at = next((place for place, (x, y) in tokens if x != y), None)
-        pair = dict(at=at, flip=b["right"] - a["right"], a=a, b=b)
+        both = zip(a["ids"], b["ids"], strict=False)
+        differ = [place for place, (x, y) in enumerate(both) if x != y]
+        at = differ[0] if differ else None
+        pair = dict(
+            at=at,
+            flip=b["right"] - a["right"],
+            a=a,
+            b=b,
+        )
         if at is not None:
             pair["shared"] = decode(a["ids"][:at])
-            pair["tokens"] = [decode([each["ids"][at]]) or "<end>" for each in (a, b)]
+            tokens = [each["ids"][at] for each in (a, b)]
+            pair["tokens"] = [decode([token]) or "<end>" for token in tokens]
         pairs.append(pair)
     return pairs
 
@@ -135,11 +163,15 @@ def partings(pairs: list[dict]) -> list[str]:
     if groups:
         lines[0] += "; the others part first at"
         lines.append("   pairs   won  lost   A's token     probability      B's token     probability")
-    for tokens, group in sorted(groups.items(), key=lambda item: -len(item[1]))[:SHOWN]:
+    often = sorted(groups, key=lambda tokens: -len(groups[tokens]))
+    for tokens in often[:SHOWN]:
+        group = groups[tokens]
         flips = Counter(pair["flip"] for pair in group)
         line = f"{len(group):8}{flips[1]:6}{flips[-1]:6}"
         for i, token in enumerate(tokens):
-            a, b = [fmean(exp(pair[f"logprobs_{name}"][i]) for pair in group) for name in "ab"]
-            line += f"   {json.dumps(token, ensure_ascii=False):14}{a:.3f} -> {b:.3f}"
+            a = fmean(exp(pair["logprobs_a"][i]) for pair in group)
+            b = fmean(exp(pair["logprobs_b"][i]) for pair in group)
+            shown = json.dumps(token, ensure_ascii=False)
+            line += f"   {shown:14}{a:.3f} -> {b:.3f}"
         lines.append(line)
     return lines

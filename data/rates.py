@@ -29,9 +29,11 @@ def others(rewards: list) -> tuple[int, int]:
 
     None is not scored.
     """
-    scored = [round(reward, 6) for reward in rewards if reward is not None and reward == reward]
-    usual = max(Counter(scored).values(), default=0)
-    return min(len(scored) - usual, len(scored) // 2), len(scored)
+    scored = [reward for reward in rewards if reward is not None and reward == reward]
+    times = Counter(round(reward, 6) for reward in scored)
+    usual = max(times.values(), default=0)
+    n = len(scored)
+    return min(n - usual, n // 2), n
 
 
 def plausible(counts: list[tuple[int, int]]) -> np.ndarray:
@@ -39,7 +41,9 @@ def plausible(counts: list[tuple[int, int]]) -> np.ndarray:
     likelihood = np.zeros(len(A))
     for (x, n), times in Counter(counts).items():
         # Which of the two rewards is the usual one is not known.
-        either = np.logaddexp(rising(A, x) + rising(B, n - x), rising(A, n - x) + rising(B, x))
+        one = rising(A, x) + rising(B, n - x)
+        other = rising(A, n - x) + rising(B, x)
+        either = np.logaddexp(one, other)
         likelihood += times * (either - rising(A + B, n))
     weights = np.exp(likelihood - likelihood.max())
     return weights / weights.sum()
@@ -58,19 +62,21 @@ def teaching(a, b, k: int):
 
 def rising(z, m: int):
     """log of z (z + 1) ... (z + m - 1)."""
-    return np.log(np.asarray(z)[..., None] + np.arange(m)).sum(-1)
+    z = np.asarray(z)[..., None]
+    factors = z + np.arange(m)
+    return np.log(factors).sum(-1)
 
 
-def share_teaching(counts: list[tuple[int, int]], k: int, level: float = 0.95):
-    """-> (the expected share of groups of k that teach, low, high) of prompts like these."""
+def share_teaching(counts: list[tuple[int, int]], k: int):
+    """-> (the expected share of groups of k that teach, low, high) of prompts like these; a 95 % interval."""
     weights = plausible(counts)
     shares = teaching(A, B, k)
     order = shares.argsort()
     below = weights[order].cumsum()
-    tail = (1 - level) / 2
-    low = shares[order][(below < tail).sum()]
-    high = shares[order][(below < 1 - tail).sum()]
-    return float(weights @ shares), float(low), float(high)
+    low = order[(below < 0.025).sum()]
+    high = order[(below < 0.975).sum()]
+    mean = weights @ shares
+    return float(mean), float(shares[low]), float(shares[high])
 
 
 def prospects(counts: list[tuple[int, int]]) -> str:

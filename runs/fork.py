@@ -42,7 +42,8 @@ class ForkSettings(GRPOSettings):
 def main(settings: ForkSettings, given: set[str], folder: str):
     """Raises SnugError before anything is written if the run cannot go on like this."""
     changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
-    run = prepare(*make_settings(GRPOSettings, "", changed | {"resume": folder})).settings
+    options = changed | {"resume": folder}
+    run = prepare(*make_settings(GRPOSettings, "", options)).settings
     starts = {iteration_of(path): path for path in checkpoints(folder)}
     at = settings.at or max(starts)
     if at not in starts:
@@ -52,14 +53,21 @@ def main(settings: ForkSettings, given: set[str], folder: str):
         raise SnugError(f"{folder} ends after {run.max_iters} iterations; go on: --max_iters={at + 20}")
 
     place = settings.out_dir if "out_dir" in given else f"{Path(folder)}-at{at}"
-    other = [f"{name}={value}" for name, value in changed.items() if name not in OF_BOTH]
-    arms = {"same": {name: changed[name] for name in OF_BOTH & given}}
-    arms[",".join(other).replace("/", "_") or "same"] = changed
+    others = {name: changed[name] for name in changed if name not in OF_BOTH}
+    other = [f"{name}={value}" for name, value in others.items()]
+    of_both = {name: changed[name] for name in OF_BOTH & given}
+    arms = {"same": of_both}
+    name = ",".join(other).replace("/", "_") or "same"
+    arms[name] = changed
     for seed in range(run.seed, run.seed + settings.seeds):
         for name, options in arms.items():
             branch = Path(place, f"{name}-seed{seed}")
             copy_start(starts[at], branch)
-            train(branch, options | dict(seed=seed, resume=str(branch)), run.max_iters)
+            own = dict(
+                seed=seed,
+                resume=str(branch),
+            )
+            train(branch, options | own, run.max_iters)
     say(f"next: python report.py {' '.join(f'{place}/{name}-*' for name in arms)}")
 
 
@@ -76,7 +84,8 @@ def copy_start(start: Path, branch: Path):
 def train(branch: Path, options: dict, end: int):
     """Train a branch until `end`, if it is not there. Exits if that fails or is stopped."""
     config = branch / "options.py"
-    config.write_text("".join(f"{name} = {value!r}\n" for name, value in options.items()))
+    lines = [f"{name} = {value!r}\n" for name, value in options.items()]
+    config.write_text("".join(lines))
     if not is_done(branch, end):
         say(f"branch {branch}")
         signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets it too; it saves and ends

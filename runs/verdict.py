@@ -30,7 +30,8 @@ def verdict(runs: list[Run]) -> list[str]:
     first, *others = [*arms.values()] or [[]]
     for arm in others:
         lines += compared(first, arm)
-    return lines + [line for run in runs if (line := suspicion(run))]
+    suspicions = map(suspicion, runs)
+    return lines + list(filter(None, suspicions))
 
 
 def but_luck(settings: dict) -> dict:
@@ -68,13 +69,24 @@ def compared(first: list[Run], second: list[Run]) -> list[str]:
         lines[1] += f", {name} is {b.settings[name]}, not {a.settings.get(name)}"
     if score_name(a) == "eval_reward_mean" and "reward_funcs" in changed:
         return [*lines, "B - A: their scores are of other reward_funcs"]
-    of_a = {run.settings["seed"]: held_out(run)[-1] for run in first}
-    of_b = {run.settings["seed"]: held_out(run)[-1] for run in second}
-    pairs = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
+    of_a, of_b = map(last_scores, (first, second))
+    both = [seed for seed in of_a if seed in of_b]
+    pairs = [(of_a[seed], of_b[seed]) for seed in both]
     if len(pairs) < 2:
         pairs = list(zip(of_a.values(), of_b.values(), strict=False))
-    prompts = 0 if score_name(a) == "eval_reward_mean" else a.settings["eval_prompts"]
+    prompts = a.settings["eval_prompts"]
+    if score_name(a) == "eval_reward_mean":
+        prompts = 0
     return [*lines, f"{score_name(a)}: {difference(pairs, prompts)}"]
+
+
+def last_scores(arm: list[Run]) -> dict[int, float]:
+    """-> {seed: the last held-out score}."""
+    scores = {}
+    for run in arm:
+        seed = run.settings["seed"]
+        scores[seed] = held_out(run)[-1]
+    return scores
 
 
 def difference(pairs: list[tuple[float, float]], prompts: int) -> str:
@@ -84,10 +96,12 @@ def difference(pairs: list[tuple[float, float]], prompts: int) -> str:
     with a probability of 0.8 (two-sided 5 %), (1.96 + 0.84)^2 / effect^2 + 1.96^2 / 2 as Guenther (1981) has it.
     """
     a, b = map(fmean, zip(*pairs, strict=True))
-    text = f"A {a:.3f}, B {b:.3f}, B - A {b - a:+.3f}"
-    n, mean = len(pairs), b - a
+    n = len(pairs)
+    mean = b - a
+    text = f"A {a:.3f}, B {b:.3f}, B - A {mean:+.3f}"
     if n == 1 and prompts:
-        choice = 1.96 * deviation(a, b, prompts) * math.sqrt(2 / prompts)
+        error = deviation(a, b, prompts) * math.sqrt(2 / prompts)
+        choice = 1.96 * error
         text += f" (+- {choice:.3f} by the choice of prompts)"
     if n == 1:
         return f"{text}; one seed says nothing about luck"
@@ -98,12 +112,12 @@ def difference(pairs: list[tuple[float, float]], prompts: int) -> str:
     values, chances = student(n - 1)
     half = error * np.interp(0.975, chances, values)
     better = np.interp(mean / error, values, chances)
-    text += (
-        f", 95 % {mean - half:+.3f} to {mean + half:+.3f}; B is better with probability {better:.3f}"
-    )
+    text += f", 95 % {mean - half:+.3f} to {mean + half:+.3f}"
+    text += f"; B is better with probability {better:.3f}"
     if abs(mean) > 1e-9:
         effect = abs(mean) / error / math.sqrt(n)
-        text += f"; {math.ceil((2.8 / effect) ** 2 + 1.92):,} pairs find such a difference"
+        needed = math.ceil((2.8 / effect) ** 2 + 1.92)
+        text += f"; {needed:,} pairs find such a difference"
     return text
 
 
@@ -124,14 +138,18 @@ def suspicion(run: Run) -> str:
     quarter = len(rewards) // 4
     if quarter < 2 or len(scores) < 2 or name.startswith("eval"):
         return ""
-    pairs = list(zip(rewards[:quarter], rewards[-quarter:], strict=True))
-    mean, error = fmean(b - a for a, b in pairs), error_of(pairs) or 1e-9
+    first, last = rewards[:quarter], rewards[-quarter:]
+    pairs = list(zip(first, last, strict=True))
+    mean = fmean(b - a for a, b in pairs)
+    error = error_of(pairs) or 1e-9
     p_reward = np.interp(-mean / error, *student(quarter - 1))
-    before, after, n = scores[0], scores[-1], run.settings["eval_prompts"]
+    before, after = scores[0], scores[-1]
+    n = run.settings["eval_prompts"]
     rise = (after - before) / deviation(before, after, n)
     noise = math.sqrt(2 / n)  # of rise
     enough = mean / fmean(logged(run.records, "reward_std")) / 2
-    if p_reward > 0.01 or rise > 1.645 * noise or rise > enough - 1.645 * noise:
+    most = 1.645 * noise  # a rise by luck
+    if p_reward > 0.01 or rise > most or rise > enough - most:
         return ""
     p_score = NormalDist().cdf(-rise / noise)
     return (
@@ -149,7 +167,8 @@ def student(df: int):
 
     t = sqrt(df) tan(angle), where the density of the angle is proportional to cos(angle)^(df - 1).
     """
-    angles = (np.arange(10_000) + 0.5) / 10_000 * math.pi - math.pi / 2
+    shares = (np.arange(10_000) + 0.5) / 10_000
+    angles = math.pi * (shares - 0.5)
     density = np.cos(angles) ** (df - 1)
     chances = (density.cumsum() - density / 2) / density.sum()
     return np.tan(angles) * math.sqrt(df), chances
@@ -162,5 +181,6 @@ def error_of(pairs: list[tuple[float, float]]) -> float:
 
 def deviation(a: float, b: float, n: int) -> float:
     """The standard deviation of right or wrong, where a and b of n prompts were right; never 0."""
-    share = (n * (a + b) + 1) / (2 * n + 2)
+    right = n * (a + b)
+    share = (right + 1) / (2 * n + 2)
     return math.sqrt(share * (1 - share))

@@ -111,7 +111,15 @@ def worst_case_groups(settings, iteration, training):
         None,  # all are sampled
         *columns([True] * n),
     )
-    scored = Scored(learned, torch.zeros(n // k, k), {"": [0.0] * n}, {}, {}, {}, k)
+    scored = Scored(
+        learned,
+        rewards=torch.zeros(n // k, k),
+        by_function={"": [0.0] * n},
+        columns={},
+        metrics={},
+        episodes={},
+        shared=k,
+    )
     return scored, dict(tokens=0, gen_batches=1)
 
 

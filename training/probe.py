@@ -67,11 +67,12 @@ def probe(iterate, training: Training):
     k = settings.group_size
     groups = [completions[i : i + k] for i in range(0, len(completions), k)]
     means = means_of(probing.records) | signs(completions, prepared)
+    planned = plan(DryRun(prepared, iterate), prepared.settings)
     report = dict(
         rates=rates_of(groups, prepared),
         means=means,
         seconds=settings.max_iters * means["time_s"],
-        plan=plan(DryRun(prepared, iterate), prepared.settings).line(),
+        plan=planned.line(),
         verdict=list(hints(means).values()),
         go=not in_vain(means),
     )
@@ -107,23 +108,36 @@ def rates_of(groups: list[list[dict]], prepared) -> dict[str, list[float]]:
     if prepared.reward_funcs:
         least = pass_reward(prepared)
         least = 1 if least is None else least
-        right = [sum((each["reward"] or 0) >= least - ROUNDING for each in group) for group in groups]
+        right = []
+        for group in groups:
+            rewards = [reward or 0 for reward in column(group, "reward")]
+            right.append(sum(reward >= least - ROUNDING for reward in rewards))
         for size in powers(k):
             rates[f"pass@{size}"] = fmean(pass_at(size, k, count) for count in right)
         for name in completions[0]["rewards"]:
-            different = [others([each["rewards"][name] for each in group]) for group in groups]
-            varied = fmean(x > 0 for x, _ in different)
-            rates[f"groups in which {name} varies"] = varied
-    stopped = [each["stopped"] for each in completions]
-    texts = [each.get("messages", each["completion"]) for each in completions]
+            varied = []
+            for group in groups:
+                x, _ = others([rewards[name] for rewards in column(group, "rewards")])
+                varied.append(x > 0)
+            rates[f"groups in which {name} varies"] = fmean(varied)
+    stopped = column(completions, "stopped")
     rates["cut off"] = 1 - fmean(stopped)
-    rates["no answer"] = prepared.task.answers_of(texts, stopped).count(None) / len(texts)
+    texts = [each.get("messages", each["completion"]) for each in completions]
+    answers = prepared.task.answers_of(texts, stopped)
+    rates["no answer"] = answers.count(None) / len(answers)
     # Completions of a prompt are alike: the interval counts prompts.
-    rates = {name: [rate, *wilson(rate, len(groups))] for name, rate in rates.items()}
-    counts = [others([each["reward"] for each in group]) for group in groups]
-    for size in SIZES if prepared.reward_funcs else ():
-        rates[f"groups of {size} that teach"] = share_teaching(counts, size)
+    P = len(groups)
+    for name, rate in rates.items():
+        rates[name] = [rate, *wilson(rate, P)]
+    if prepared.reward_funcs:
+        counts = [others(column(group, "reward")) for group in groups]
+        for size in SIZES:
+            rates[f"groups of {size} that teach"] = share_teaching(counts, size)
     return rates
+
+
+def column(completions: list[dict], name: str) -> list:
+    return [each[name] for each in completions]
 
 
 def signs(completions: list[dict], prepared) -> dict[str, float]:
@@ -138,9 +152,10 @@ def signs(completions: list[dict], prepared) -> dict[str, float]:
     turns = [turn for each in completions for turn in each.get("messages", ())]
     calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
     if calls:
-        failed = sum(each["tool_errors"] for each in completions)
+        failed = sum(column(completions, "tool_errors"))
         signs["failed_calls"] = failed / calls
-    answers = [str(each["columns"].get(settings.answer_column, "")) for each in completions]
+    columns = column(completions, "columns")
+    answers = [str(row.get(settings.answer_column, "")) for row in columns]
     if all(answers):
         found = [
             answer in each["completion"] and not each["reward"]

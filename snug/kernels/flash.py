@@ -266,7 +266,21 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
     programs = len(tiles) * shape["PARTS"] * H
     launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, **shape)
     shape = kernel_shape(q, k, True)
-    launch(keys_kernel, (programs,), q, k, v, lse, dy, dk, dv, delta, *shares, *others, **shape)
+    launch(
+        keys_kernel,
+        (programs,),
+        q,
+        k,
+        v,
+        lse,
+        dy,
+        dk,
+        dv,
+        delta,
+        *shares,
+        *others,
+        **shape,
+    )
     programs = prompt_tiles * shape["PARTS"] * G
     del shape["N"]
     launch(sum_kernel, (programs,), dk, dv, *shares, tiles, G, **shape)
