@@ -28,10 +28,7 @@ PLACES = ("device", "host")
 class ModelOptions:
     """The shape of a new model. With init_from, the shape comes from there."""
 
-    vocab_size: int = option(
-        0,
-        "rows of the embedding and the head; 0: the tokenizer's ids",
-    )
+    vocab_size: int = option(0, "rows of the embedding and the head; 0: the tokenizer's ids")
     n_layer: int = option(2, "transformer blocks", minimum=1)
     n_head: int = option(4, "attention heads", minimum=1)
     n_kv_head: int = option(0, "key/value heads (grouped-query attention); 0: n_head")
@@ -569,7 +566,7 @@ class GRPOSettings(
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
     probe: bool = option(
         False,
-        "sample and score a few rollouts, print whether they will teach something and how long the run takes, stop",
+        "print whether the first rollouts would teach something, and how long the run takes; stop",
     )
 
     def check(self):

@@ -2,7 +2,7 @@
 
 With the same seed token t of row i is drawn with the same number in both. So equal distributions draw equal tokens, and
 two completions are the same up to where the models differ. Four prompts, answered wrong, wrong, right, right by A and
-right, right, right, wrong by B: B is up in 2 and down in 1. A fair coin is at least as uneven always: mcnemar(2, 1) = 1.
+right, right, right, wrong by B: B is up in 2 and down in 1. A fair coin is always as uneven: mcnemar(2, 1) = 1.
 
 Pure functions of two lists of samples, which evaluate.py makes, in the same order. A prompt that is repeated counts
 once, with its mean. Left out: corrections of p for several looks. Tests: tests/test_pairs.py.
@@ -108,7 +108,7 @@ def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
 
 
 def verdict(figures: dict[str, dict]) -> list[str]:
-    """`comparison` -> lines for people: the figures, and whether B is better, by its sampled answers if there are any."""
+    """`comparison` -> lines for people: the figures, and whether B is better, by sampled answers if there are any."""
     lines = [f"{'':16}      A        B     B - A   95 % interval       p        prompts up, down"]
     for name, row in figures.items():
         a, b, p = row["a"], row["b"], row["p"]

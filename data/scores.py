@@ -5,7 +5,8 @@ pass@2 is 5/6: pass_at(2, 4, 2). 7 has the most votes, so maj@4 is 1: majority([
 pass@k is a mean over all k-subsets of the n samples; maj@n is the vote of all n. See docs/evaluation.md.
 
 A sample is a dict that evaluate.py makes of a completion: {"answer", "right", "reward", "length", "stopped", ...}.
-Left out: differences of two models (pairs.py), intervals of anything but means over prompts. Tests: tests/test_evaluate.py.
+Left out: differences of two models (pairs.py), intervals of anything but means over prompts.
+Tests: tests/test_evaluate.py.
 """
 
 import json

@@ -3,9 +3,9 @@
     python -m runs.fork out/grpo_small --at=60 --learning_rate=6e-4 --seeds=3
 
 Each pair begins with checkpoint-000060, here out/grpo_small-at60/same-seed1 and learning_rate=0.0006-seed1 beside it.
-The first has the run's seed, so `same-seed1` samples what the run itself did. The others have the seeds behind it: other
-prompts, other tokens. A branch is a run of its own; its log begins with the run's. OF_BOTH names the options that both
-of a pair get: how long they are, how they are logged, where they run.
+The first has the run's seed, so `same-seed1` samples what the run itself did. The others have the seeds behind it:
+other prompts, other tokens. A branch is a run of its own; its log begins with the run's. OF_BOTH names the options
+that both of a pair get: how long they are, how they are logged, where they run.
 
 One branch trains after the other, in a process of grpo.py. The same command goes on where it was stopped.
 Left out: several processes (torchrun); a comparison, which report.py makes. Tests: tests/test_fork.py.

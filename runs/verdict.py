@@ -1,8 +1,8 @@
 """Is a run better than another, or was it luck? And does it learn the task, or only the reward? Figures of logs only.
 
-Runs whose options are equal but for the seed are an arm. The first arm is compared with each other one, in pairs of runs
-with the same seed: they may share much of their luck (fork.py). Where no two seeds agree, pairs are in the runs' order.
-Two pairs with the differences 0.04 and 0.02 have a mean of 0.03, but the interval -0.10 to 0.16.
+Runs whose options are equal but for the seed are an arm. The first arm is compared with each other one, in pairs of
+runs with the same seed: they may share much of their luck (fork.py). Where no two seeds agree, pairs are in the runs'
+order. Two pairs with the differences 0.04 and 0.02 have a mean of 0.03, but the interval -0.10 to 0.16.
 
 Left out: runs that have not ended; the same prompt by prompt (evaluate.py). Tests: tests/test_verdict.py.
 """
