@@ -127,10 +127,17 @@ def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     if least is None:  # the only function gives 1 for a right completion
         right, rewards = [total == 1 for total in totals], {}
     else:
-        right = [total is not None and total >= least - ROUNDING * abs(least) for total in totals]
+        right = [is_right(total, least) for total in totals]
         if prepared.task.scored:
             extra["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
     return dict(right=right, reward=totals) | rewards | extra
+
+
+def is_right(total: float | None, least: float | None) -> bool:
+    """total: of a completion, None: not scored. least: `pass_reward`."""
+    if total is None or least is None:
+        return total == 1
+    return total >= least - ROUNDING * abs(least)
 
 
 def pass_reward(prepared: Prepared) -> float | None:
@@ -250,7 +257,9 @@ def compare(options: EvaluateSettings, models: list[Prepared], file: Path | None
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
     summaries, samples = [], []
+    generators = generator_state()  # an environment may draw from them
     for each in models:
+        restore_generators(generators)
         summary, of_model = run_evaluation(loaded(each, options), each, options)
         summaries.append(summary)
         samples.append(of_model)
@@ -259,6 +268,9 @@ def compare(options: EvaluateSettings, models: list[Prepared], file: Path | None
     figures = comparison(ours, theirs)
     records = [dict(a=a, b=b, comparison=figures)]
     lines = [*table(a), *table(b), *verdict(figures)]
+    types = [each.settings.dtype for each in models]
+    if types[0] != types[1]:
+        lines.append(f"A computes in {types[0]}, B in {types[1]}: they part by rounding, too")
     first, second = [each.tokenizer for each in models]
     if first.backend.get_vocab() == second.backend.get_vocab():
         pairs = pairs_of(ours, theirs, first.decode)

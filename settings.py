@@ -334,6 +334,7 @@ RULES = [
         "{other} freezes the weights; add adapters, such as --lora_rank=16, or leave it out",
     ),
     Rule("parallel", "none", dict(num_processes=1)),
+    Rule("probe", True, dict(plan=False)),
     Rule("param_offload", True, dict(parallel="fsdp")),
     Rule(
         "parallel",

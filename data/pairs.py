@@ -26,7 +26,7 @@ FIGURES = ("right", "reward", "length", "stopped")
 
 
 def mcnemar(up: int, down: int) -> float:
-    """McNemar's exact p of answers that became right and wrong: how often a fair coin is at least as uneven."""
+    """McNemar's exact p, for answers that became right and wrong: how often a fair coin is at least as uneven."""
     n = up + down
     fewer = min(up, down)
     tail = sum(comb(n, i) for i in range(fewer + 1))
@@ -147,8 +147,9 @@ def pairs_of(ours: list[dict], theirs: list[dict], decode) -> list[dict]:
         )
         if at is not None:
             pair["shared"] = decode(a["ids"][:at])
-            tokens = [each["ids"][at] for each in (a, b)]
-            pair["tokens"] = [decode([token]) or "<end>" for token in tokens]
+            shared = pair["shared"]
+            texts = [decode(each["ids"][: at + 1]) for each in (a, b)]
+            pair["tokens"] = [text[len(shared) :] or "<end>" for text in texts]
         pairs.append(pair)
     return pairs
 

@@ -11,6 +11,7 @@ One branch trains after the other, in a process of grpo.py. The same command goe
 Left out: several processes (torchrun); a comparison, which report.py makes. Tests: tests/test_fork.py.
 """
 
+import shlex
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,8 @@ class ForkSettings(GRPOSettings):
 def main(settings: ForkSettings, given: set[str], folder: str):
     """Raises SnugError before anything is written if the run cannot go on like this."""
     changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
+    if odd := given & {"probe", "plan", "resume"}:
+        raise SnugError(f"a branch trains; leave out {', '.join(sorted(odd))}")
     options = changed | {"resume": folder}
     run = prepare(*make_settings(GRPOSettings, "", options)).settings
     starts = {iteration_of(path): path for path in checkpoints(folder)}
@@ -54,7 +57,10 @@ def main(settings: ForkSettings, given: set[str], folder: str):
 
     place = settings.out_dir if "out_dir" in given else f"{Path(folder)}-at{at}"
     others = {name: changed[name] for name in changed if name not in OF_BOTH}
-    other = [f"{name}={value}" for name, value in others.items()]
+    other = []
+    for name, value in others.items():
+        shown = ",".join(map(str, value)) if isinstance(value, list) else value
+        other.append(f"{name}={shown}")
     of_both = {name: changed[name] for name in OF_BOTH & given}
     arms = {"same": of_both}
     name = ",".join(other).replace("/", "_") or "same"
@@ -68,7 +74,8 @@ def main(settings: ForkSettings, given: set[str], folder: str):
                 resume=str(branch),
             )
             train(branch, options | own, run.max_iters)
-    say(f"next: python report.py {' '.join(f'{place}/{name}-*' for name in arms)}")
+    patterns = [f"{shlex.quote(f'{place}/{name}')}-*" for name in arms]
+    say(f"next: python report.py {' '.join(patterns)}")
 
 
 def copy_start(start: Path, branch: Path):
@@ -76,8 +83,11 @@ def copy_start(start: Path, branch: Path):
     if not (branch / "log.jsonl").exists():
         shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
         shutil.copy(start.parent / "log.jsonl", branch)
-    before = read_log(start.parent)[: iteration_of(start)]
-    if read_log(branch)[: len(before)] != before:
+    before, there = [
+        [record for record in read_log(folder) if record["iter"] < iteration_of(start)]
+        for folder in (start.parent, branch)
+    ]
+    if there != before:
         raise SnugError(f"{branch} is a branch of another run; move it away")
 
 

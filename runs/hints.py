@@ -3,7 +3,7 @@
 The thresholds come from runs that went wrong elsewhere. They are no laws: an easy task ends with most of its groups
 solved, and gets that hint. A run prints a hint once; the log's `hints` names those that hold, in every iteration.
 
-Left out: what guard.py stops, and anything that is not in the log already.
+Left out: what guard.py stops. --probe has four figures that the log lacks.
 """
 
 import math
@@ -15,22 +15,11 @@ HINTS = tomllib.loads(Path(__file__).with_name("hints.toml").read_text())["hint"
 
 def hints(record: dict):
     """A line of GRPO's log -> {figure: hint}, for example {"kl": "kl 3: nats a token from the reference: ..."}."""
-    return {figure: line for figure, (line, _) in those_that_hold(record).items()}
-
-
-def in_vain(record: dict) -> bool:
-    """Does one of these hints say that there is nothing to learn?"""
-    return any(stop for _, stop in those_that_hold(record).values())
-
-
-def those_that_hold(record: dict) -> dict:
-    """-> {figure: (its line, is it in vain?)}, the likeliest cause first."""
-    found = {}
+    lines = {}
     for hint in HINTS:
         where = hint["where"]
         figure = next(iter(where))
         within = [low <= record.get(name, math.nan) <= high for name, (low, high) in where.items()]
         if all(within) and hint.get("unless") not in record:
-            line = f"{figure} {record[figure]:.3g}: {hint['text']}"
-            found.setdefault(figure, (line, hint.get("in_vain", False)))
-    return found
+            lines.setdefault(figure, f"{figure} {record[figure]:.3g}: {hint['text']}")
+    return lines

@@ -16,8 +16,12 @@ import numpy as np
 
 from runs.log import values_of
 from runs.page.runs import Run, logged
+from settings import GRPOSettings, LogOptions
+from snug.options import fields
 
-LUCK = {"seed", "out_dir", "resume"}
+# Of a run; they change no result.
+LUCK = {"seed", "out_dir", "resume", "device", "plan", "probe", *fields(LogOptions)}
+PROMPTS = {"task", "data_file", "test_file"}
 
 
 def verdict(runs: list[Run]) -> list[str]:
@@ -36,6 +40,7 @@ def verdict(runs: list[Run]) -> list[str]:
 
 def but_luck(settings: dict) -> dict:
     """The options of a run without its seed. If init_from is a run, its options stand for it."""
+    settings = vars(GRPOSettings()) | settings  # an older run lacks some
     kept = {name: value for name, value in settings.items() if name not in LUCK}
     origin = Path(settings.get("init_from") or "-", "settings.json")
     if origin.is_file():
@@ -66,13 +71,15 @@ def compared(first: list[Run], second: list[Run]) -> list[str]:
     changed = [name for name in now if now[name] != was.get(name)]
     lines = [f"A: {a.folder}", f"B: {b.folder}"]
     for name in changed:
-        lines[1] += f", {name} is {b.settings[name]}, not {a.settings.get(name)}"
-    if score_name(a) == "eval_reward_mean" and "reward_funcs" in changed:
-        return [*lines, "B - A: their scores are of other reward_funcs"]
+        before, after = a.settings.get(name, was[name]), b.settings.get(name, now[name])
+        lines[1] += f", {name} is {after}, not {before}"
+    others = PROMPTS | {"reward_funcs"} if score_name(a) == "eval_reward_mean" else PROMPTS
+    if others & {*changed}:
+        return [*lines, "B - A: their scores are of other prompts or reward_funcs"]
     of_a, of_b = map(last_scores, (first, second))
     both = [seed for seed in of_a if seed in of_b]
     pairs = [(of_a[seed], of_b[seed]) for seed in both]
-    if len(pairs) < 2:
+    if not pairs:
         pairs = list(zip(of_a.values(), of_b.values(), strict=False))
     prompts = a.settings["eval_prompts"]
     if score_name(a) == "eval_reward_mean":
@@ -147,9 +154,11 @@ def suspicion(run: Run) -> str:
     n = run.settings["eval_prompts"]
     rise = (after - before) / deviation(before, after, n)
     noise = math.sqrt(2 / n)  # of rise
-    enough = mean / fmean(logged(run.records, "reward_std")) / 2
+    spread = fmean(logged(run.records, "reward_std")) or math.inf
+    enough = mean / spread / 2
+    room = (1 - before) / deviation(before, before, n)
     most = 1.645 * noise  # a rise by luck
-    if p_reward > 0.01 or rise > most or rise > enough - most:
+    if p_reward > 0.01 or rise > most or rise > enough - most or room < enough:
         return ""
     p_score = NormalDist().cdf(-rise / noise)
     return (

@@ -9,7 +9,7 @@ from conftest import figures, make_chat_model
 import grpo
 from data.scores import wilson
 from data.task import text_of
-from runs.hints import hints, in_vain
+from runs.hints import hints
 from runs.log import read_log
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError, read_settings
@@ -80,26 +80,29 @@ def test_the_probe_is_the_run_without_learning(tmp_path, models, capsys):
 
 
 PLANTED = [
-    (always(0.0), True, {}, "frac_reward_zero_std 1: every reward is 0"),
-    (always(1.0), True, {}, "frac_reward_zero_std 1: every reward is the same"),
-    (even, True, dict(max_new_tokens=1), "truncated_fraction"),
-    (even, False, dict(stop_string="THE END"), "stop_string_seen 0"),
-    (even, False, dict(chat=False), "unused_chat_template 1"),
-    (always(0.0), True, dict(chat=False), "unused_chat_template 1"),
+    (always(0.0), True, {}, 3, "frac_reward_zero_std 1: every reward is 0"),
+    (always(1.0), True, {}, 3, "frac_reward_zero_std 1: every reward is the same"),
+    (always(0.0), True, dict(chat=False), 3, "unused_chat_template 1"),
+    (even, True, dict(max_new_tokens=1), 0, "truncated_fraction"),
+    (even, False, dict(stop_string="THE END"), 0, "stop_string_seen 0"),
+    (even, False, dict(chat=False), 0, "unused_chat_template 1"),
 ]
 
 
-@pytest.mark.parametrize("reward, brief, changes, first", PLANTED)
-def test_a_planted_failure_is_named_first(tmp_path, models, reward, brief, changes, first):
+@pytest.mark.parametrize("reward, brief, changes, expected, first", PLANTED)
+def test_a_planted_failure_is_named_first(tmp_path, models, reward, brief, changes, expected, first):
+    """Where rewards differ all the same, the run goes."""
     code, report = probed(reward, **options_of(tmp_path, models[brief], **changes))
-    assert code == 3 and report["verdict"][0].startswith(first)
+    assert code == expected and report["verdict"][0].startswith(first)
 
 
-def test_a_run_that_may_learn_goes_although_a_hint_holds():
-    """Three of four completions are cut off, and one group in eight teaches: config/grpo_real.py, which learns."""
-    seen = dict(truncated_fraction=0.77, frac_reward_zero_std=0.875, reward_std=0.1, reward_mean=0.02)
-    assert len(hints(seen)) == 2 and not in_vain(seen)
-    assert in_vain(seen | dict(truncated_fraction=0.99))
+def test_where_nothing_is_compared_no_share_is_shown(tmp_path, models, capsys):
+    """Unscored completions, or one of a prompt beside a teacher: no group can teach by its rewards."""
+    teacher = dict(teacher=str(models[True]), reward_coef=0.0, group_size=1)
+    for reward, changes, go in ((always(None), {}, 3), (even, teacher, 0)):
+        code, report = probed(reward, **options_of(tmp_path, models[True], **changes))
+        assert not any("teach" in name for name in report["rates"])
+        assert code == go
 
 
 def completion_of(text, reward, **more):
@@ -110,7 +113,7 @@ def completion_of(text, reward, **more):
 def test_answers_that_earn_nothing_and_calls_that_fail_are_signs():
     prepared = SimpleNamespace(settings=GRPOSettings(), tokenizer=SimpleNamespace(chat=True))
     equal = dict(frac_reward_zero_std=1.0, reward_std=0.0, reward_mean=0.0)
-    completions = [completion_of("It is 12.", 0.0), completion_of("It is 13.", 0.0)]
+    completions = [completion_of("It is 12.", 0.0), completion_of("It is 129.", 0.0)]
     found = signs(completions, prepared)
     assert found == {"answer_unrewarded": 0.5}
     assert next(iter(hints(equal | found))) == "answer_unrewarded"

@@ -96,11 +96,18 @@ def test_runs_of_equal_options_are_an_arm():
     a, b = scores_of((1, 2, 3), 0.5, out_dir="x"), scores_of((2, 3, 4), 0.6, resume="auto", beta=0.1)
     assert verdict(a) == verdict(a[:1]) == verdict([]) == []
     lines = verdict([*a, *b, dataclasses.replace(a[0], settings=dict(max_iters=8))])  # the last one is of SFT
-    assert lines[:2] == ["A: 0.5-1", "B: 0.6-2, beta is 0.1, not None"] and len(lines) == 3
+    assert lines[:2] == ["A: 0.5-1", "B: 0.6-2, beta is 0.1, not 0.0"] and len(lines) == 3
     # Paired by their seeds: 2 and 3
     assert lines[2].startswith("pass_at_1: A 0.515, B 0.605, B - A +0.090 in 2 pairs, in each of them")
     no_seed_in_common = verdict(a + scores_of((7, 8), 0.6, beta=0.1))
     assert no_seed_in_common[2].startswith("pass_at_1: A 0.505, B 0.605, B - A +0.100 in 2 pairs")
+    # The pair of the one seed that both have, not the order
+    shared = verdict([a[0], *scores_of((9, 1), 0.6, beta=0.1)])
+    assert shared[2].startswith("pass_at_1: A 0.500, B 0.610, B - A +0.110 (+-")
+    logged_elsewhere = dict(report_to=["wandb"], save_total_limit=9, probe=False, device="cpu")
+    assert verdict([*a, *scores_of((4, 5), 0.6, **logged_elsewhere)]) == []
+    other_task = verdict([a[0], make("c", task="countdown")])
+    assert other_task[2] == "B - A: their scores are of other prompts or reward_funcs"
     running = dataclasses.replace(b[0], settings=b[0].settings | dict(max_iters=9))
     assert verdict([*a, running]) == []
     three = verdict([a[0], b[0], make("c", beta=0.5)])
@@ -127,7 +134,7 @@ def test_the_score_is_the_tasks_or_else_the_rewards():
     for run in runs:
         run.records[-1].pop("task_pass_at_1")
     assert verdict(runs[:2])[2].startswith("eval_reward_mean: A 7.000, B 7.000")
-    assert verdict(runs[1:])[2] == "B - A: their scores are of other reward_funcs"
+    assert verdict(runs[1:])[2] == "B - A: their scores are of other prompts or reward_funcs"
 
 
 RISING, FLAT = np.linspace(0.2, 0.8, 20), np.full(20, 0.5)

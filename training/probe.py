@@ -5,25 +5,25 @@
 The run's own first iterations, with learning_rate 0: its weights, prompts, template, tools, rewards and limits, and
 every pass that training makes. The report goes to the console and to probe.json in out_dir; nothing else is written.
 data/rates.py estimates the share of groups that will teach something. What holds of runs/hints.toml says what to
-change, the likeliest cause first. Exit code 0: go; 3: no go, for one of them says that the run would be in vain.
+change, the likeliest cause first. Exit code 0: go; 3: no go, because hardly a group would teach something.
 
 Left out: what a model learns meanwhile; dynamic sampling, which throws groups away. Tests: tests/test_probe.py.
 """
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
-from textwrap import shorten
+from statistics import fmean
 
 from tqdm import tqdm
 
 from data.rates import SIZES, others, share_teaching
 from data.scores import pass_at, powers, wilson
-from evaluate import ROUNDING, pass_reward
-from runs.hints import hints, in_vain
+from evaluate import is_right, pass_reward
+from runs.hints import hints
 from runs.log import finite, write_whole
 from runs.page.runs import PHASES
 from snug.memory.plan import plan
@@ -33,6 +33,7 @@ from training.dry_run import DryRun
 from training.state import Training
 
 PROMPTS = 32  # at least
+LEAST = 0.05  # of the groups must teach; a run that learned began with 0.12
 WIDTH = 90  # of an example's text, in characters
 
 
@@ -43,8 +44,8 @@ class Probing(Training):
         return {}
 
     def end_iteration(self, record, samples=()):
-        seconds = time.perf_counter() - self.started
-        self.records.append(record | dict(time_s=seconds) | self.meter.stats())
+        record |= dict(time_s=time.perf_counter() - self.started)
+        self.records.append(finite(record | self.meter.stats()))
         self.completions += map(finite, samples)
 
 
@@ -58,6 +59,7 @@ def probe(iterate, training: Training):
         max_num_gen_batches=1,
         samples_per_iteration=settings.sequences_per_rollout,  # all
     )
+    training.log.show_line = say  # warnings
     probing = Probing(**vars(training))
     probing.records, probing.completions = [], []
     number = max(2, -(-PROMPTS // settings.batch_size))
@@ -67,14 +69,16 @@ def probe(iterate, training: Training):
     k = settings.group_size
     groups = [completions[i : i + k] for i in range(0, len(completions), k)]
     means = means_of(probing.records) | signs(completions, prepared)
-    planned = plan(DryRun(prepared, iterate), prepared.settings)
+    planned = plan(DryRun(prepared, iterate), settings)
+    rates = rates_of(groups, prepared)
+    teaching = rates.get(f"groups of {max(k, SIZES[0])} that teach", [0.0])[0]
     report = dict(
-        rates=rates_of(groups, prepared),
+        rates=rates,
         means=means,
-        seconds=settings.max_iters * means["time_s"],
+        seconds=(settings.max_iters - first) * means["time_s"],
         plan=planned.line(),
         verdict=list(hints(means).values()),
-        go=not in_vain(means),
+        go=bool(settings.teacher) or teaching >= LEAST,
     )
     if not training.processes.rank:
         say(plain("\n".join(screen(completions, **report))))
@@ -85,16 +89,13 @@ def probe(iterate, training: Training):
 
 
 def means_of(records: list[dict]) -> dict[str, float]:
-    """The log's figures: means, but the most memory and the median time, because the first iteration is slow."""
+    """The log's figures: means, but the most memory, and times without the first iteration, which is slow."""
     means = {}
     for name in dict.fromkeys(name for record in records for name in record):
-        values = [record.get(name) for record in records]
+        counted_in = records[1:] if name.startswith("time_") else records
+        values = [record.get(name) for record in counted_in]
         values = [value for value in values if isinstance(value, int | float)]
-        average = fmean
-        if name.startswith("mem_"):
-            average = max
-        elif name.startswith("time_"):
-            average = median
+        average = max if name.startswith("mem_") else fmean
         if values:
             means[name] = average(values)
     return means
@@ -105,13 +106,12 @@ def rates_of(groups: list[list[dict]], prepared) -> dict[str, list[float]]:
     rates = {}
     k = len(groups[0])
     completions = sum(groups, [])
-    if prepared.reward_funcs:
+    scored = any(reward is not None for reward in column(completions, "reward"))
+    if scored:
         least = pass_reward(prepared)
-        least = 1 if least is None else least
         right = []
         for group in groups:
-            rewards = [reward or 0 for reward in column(group, "reward")]
-            right.append(sum(reward >= least - ROUNDING for reward in rewards))
+            right.append(sum(is_right(reward, least) for reward in column(group, "reward")))
         for size in powers(k):
             rates[f"pass@{size}"] = fmean(pass_at(size, k, count) for count in right)
         for name in completions[0]["rewards"]:
@@ -129,7 +129,7 @@ def rates_of(groups: list[list[dict]], prepared) -> dict[str, list[float]]:
     P = len(groups)
     for name, rate in rates.items():
         rates[name] = [rate, *wilson(rate, P)]
-    if prepared.reward_funcs:
+    if scored and k > 1:
         counts = [others(column(group, "reward")) for group in groups]
         for size in SIZES:
             rates[f"groups of {size} that teach"] = share_teaching(counts, size)
@@ -157,10 +157,11 @@ def signs(completions: list[dict], prepared) -> dict[str, float]:
     columns = column(completions, "columns")
     answers = [str(row.get(settings.answer_column, "")) for row in columns]
     if all(answers):
-        found = [
-            answer in each["completion"] and not each["reward"]
-            for answer, each in zip(answers, completions, strict=True)
-        ]
+        found = []
+        for answer, each in zip(answers, completions, strict=True):
+            word = rf"(?<!\w){re.escape(answer)}(?!\w)"
+            seen = re.search(word, each["completion"])
+            found.append(bool(seen) and not each["reward"])
         signs["answer_unrewarded"] = fmean(found)
     return signs
 
@@ -174,15 +175,15 @@ def screen(completions, rates, means, seconds, plan, verdict, go) -> list[str]:
     spent = [f"{name} {means[f'time_{name}_s']:.2f}" for name in PHASES if f"time_{name}_s" in means]
     lines += [
         f"  an iteration takes {means['time_s']:.2f} s ({', '.join(spent)}); all of them "
-        f"{tqdm.format_interval(seconds)}, without evaluations",
+        f"{tqdm.format_interval(seconds)}, without evaluations and dynamic sampling",
         f"  memory {means['mem_max_alloc_mb']:,.0f} MiB; planned for the longest: {plan}",
     ]
     scored = [each for each in completions if each["reward"] is not None]
     for which in (max, min) if scored else ():
         each = which(scored, key=lambda each: each["reward"])
         text = " ".join(each["completion"].split())
-        lines.append(f"  reward {each['reward']:.3g}: {shorten(text, WIDTH, placeholder=' …')}")
-    says = "go" if go else "no go"
+        lines.append(f"  reward {each['reward']:.3g}: {text[:WIDTH]}")
+    says = "go" if go else f"no go: fewer than {LEAST:.0%} of the groups would teach something"
     if verdict:
-        says += "; the first line is the likeliest cause:" if not go else ", but see:"
+        says += "; the likeliest cause is first:"
     return [*lines, says, *(f"  {line}" for line in verdict)]

@@ -38,7 +38,7 @@ def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
             rollouts.append(dict(run=str(run.folder), samples=run.samples, every=run.every))
     for run in runs:
         for file in sorted(run.folder.glob("evaluation-*-pairs.jsonl")):
-            pairs = islice(read_lines(file), 1, MOST_PAIRS)
+            pairs = islice(read_lines(file), 1, MOST_PAIRS + 1)
             rollouts.append(dict(run=str(file), pairs=list(pairs), every=1))
     data = dict(palette=PALETTE, charts=list(map(asdict, charts)), rollouts=rollouts)
     text = template.get_template("page.html").render(
