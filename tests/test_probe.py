@@ -139,6 +139,7 @@ def test_rates_are_of_completions_groups_and_prompts():
     assert rates["pass@1"] == 1 / 8 and rates["pass@2"] == 1 / 4 and rates["pass@4"] == 1 / 2
     assert rates["groups in which f varies"] == 1 / 2 and rates["cut off"] == rates["no answer"] == 1 / 8
     assert rates["groups of 4 that teach"] < rates["groups of 32 that teach"]
+    assert "groups of 3 that teach" in rates_of([group[:3] for group in groups], prepared)
 
 
 def test_sft_has_no_probe():

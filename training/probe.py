@@ -71,7 +71,7 @@ def probe(iterate, training: Training):
     means = means_of(probing.records) | signs(completions, prepared)
     planned = plan(DryRun(prepared, iterate), settings)
     rates = rates_of(groups, prepared)
-    teaching = rates.get(f"groups of {max(k, SIZES[0])} that teach", [0.0])[0]
+    teaching, *_ = rates.get(f"groups of {k} that teach", [0.0])
     report = dict(
         rates=rates,
         means=means,
@@ -131,7 +131,7 @@ def rates_of(groups: list[list[dict]], prepared) -> dict[str, list[float]]:
         rates[name] = [rate, *wilson(rate, P)]
     if scored and k > 1:
         counts = [others(column(group, "reward")) for group in groups]
-        for size in SIZES:
+        for size in sorted({k, *SIZES}):
             rates[f"groups of {size} that teach"] = share_teaching(counts, size)
     return rates
 
