@@ -298,7 +298,9 @@ def test_every_config_trains_and_evaluates(config, there, monkeypatch, capsys):
 def test_every_command_of_the_texts_runs(line, there, monkeypatch, capsys):
     if "gym" in line and not is_installed:
         pytest.skip("reasoning_gym is not installed")
-    assert run(line, monkeypatch) == 0, f"{FOUND[line]}: {capsys.readouterr().err}"
+    code = run(line, monkeypatch)
+    no_go = "--probe" in line and code == 3  # for a model that hardly trained
+    assert code == 0 or no_go, f"{FOUND[line]}: {capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("line", SEVERAL, ids=str)
