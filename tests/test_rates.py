@@ -11,6 +11,7 @@ from data.rates import others, plausible, prospects, share_teaching, teaching
 
 def test_the_usual_reward_is_the_commonest_and_what_is_not_scored_does_not_count():
     assert others([0, 0, 1, 0, 0, 0, 1, 0]) == (2, 8)
+    assert others([1, 0, 0, 0]) == (1, 4)
     assert others([1, 1, 1, 0.5, None, math.nan]) == (1, 4)
     assert others([0.1, 0.2, 0.3, 0.4, 0.5]) == (2, 5)  # at most half
     assert others([0.1 + 0.2, 0.3]) == (0, 2)  # not a difference
