@@ -48,6 +48,7 @@ def started(monkeypatch):
 
     def call(words):
         names.append(Path(words[-1]).parent.name)
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # the branch saves, and then it ends
         grpo.main(prepare(*read_settings(GRPOSettings, list(map(str, words[2:])))[:2]))
         return 0
 
