@@ -5,7 +5,8 @@
     python grpo.py config/grpo_gsm8k.py --init_from=Qwen/Qwen2.5-0.5B-Instruct
 
 A larger model with LoRA: add --lora_rank=16 --learning_rate=1e-5 --param_dtype=bfloat16. A base model has no chat
-template: add --chat=false. Sizes and rates are those that others use; none of them was tuned here.
+template: add --chat=false. Sizes and rates are those that others use; none of them was tuned here. Twenty
+iterations of 32 completions on two CPU cores taught a 0.5B model nothing (docs/results.md, Code).
 """
 
 out_dir = "out/grpo_gsm8k"
