@@ -155,7 +155,7 @@ def signs(completions: list[dict], prepared) -> dict[str, float]:
         failed = sum(column(completions, "tool_errors"))
         signs["failed_calls"] = failed / calls
     columns = column(completions, "columns")
-    answers = [str(row.get(settings.answer_column, "")) for row in columns]
+    answers = [str(row.get("answer", "")) for row in columns]
     if all(answers):
         found = []
         for answer, each in zip(answers, completions, strict=True):
