@@ -58,6 +58,7 @@ def test_the_probe_is_the_run_without_learning(tmp_path, models, capsys):
     assert batches == [64, 64]  # no evaluation
     shown = capsys.readouterr().out
     assert report["verdict"] == [] and code == 0 and shown.endswith("go\n")
+    assert "estimated from these" not in shown
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["probe.json"]
     grpo.train(prompts=PROMPTS, reward_funcs=[even], **options | dict(learning_rate=0.0, max_iters=2))
     log = read_log(tmp_path / "run")

@@ -128,7 +128,8 @@ class Training:
         """What samples.jsonl shows of an iteration. Of the first, say what its groups promise."""
         settings, iteration = self.settings, self.prepared.global_step
         whole = settings.max_num_gen_batches == 1  # no groups were replaced
-        if iteration == 0 and whole and scored.by_function and settings.group_size > 1:
+        first = iteration == 0 and not settings.probe
+        if first and whole and scored.by_function and settings.group_size > 1:
             self.log.say(prospects(list(map(others, scored.rewards.tolist()))))
         return sample_records(scored, entropies, self.prepared.tokenizer, self.settings)
 
