@@ -146,7 +146,9 @@ class MemoryOptions:
 
     max_tokens_per_micro_batch: int = option(0, "tokens of a micro-batch; 0: a step is one micro-batch")
     max_rollout_batch: int = option(0, "completions decoded at a time; 0: all")
-    logits_chunk_mb: float = option(0.0, "MiB of a chunk of logits; 0: 16 on a CPU, 256 on CUDA")
+    logits_chunk_mb: float = option(
+        0.0, "MiB of a chunk of logits; 0: 16 on a CPU, 256 on CUDA, or a quarter of the head"
+    )
     checkpoint_blocks: str = option(
         "none",
         "block: keep each block's input, recompute the rest in backward; selective: keep attention outputs too",

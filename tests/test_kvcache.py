@@ -30,7 +30,7 @@ def make_cache(
 
 def step(cache, place, t, q, k, v, rotary=None):
     cache.assign(np.array(place))
-    cache.begin_step(torch.tensor(t, device=DEVICE), max(t) + 1, len(set(t)) == 1)
+    cache.begin_step(torch.tensor(t, device=DEVICE)[:, None], max(t) + 1, len(set(t)) == 1)
     return cache.attend(1, q, k, v, rotary)
 
 

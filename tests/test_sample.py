@@ -129,7 +129,7 @@ def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
     assert without.completion_lengths.sum() > rollouts.completion_lengths.sum()
 
 
-def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave(monkeypatch):
+def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave(monkeypatch, no_drafts):
     model, seen = make_flat_model("gpt2"), []
     look_at_every_step(monkeypatch)
     eager = dict(stop_token=STOP, enforce_eager=True)  # a graph's replay calls no hooks
@@ -190,7 +190,7 @@ def test_head_in_pieces_is_the_head():
 
 
 @pytest.mark.parametrize("slots, every", [(5, 1), (16, 4)])
-def test_freed_slots_are_filled_again(slots, every, monkeypatch):
+def test_freed_slots_are_filled_again(slots, every, monkeypatch, no_drafts):
     """The steps are those of the sum of lengths, not of the longest times the batches. Lengths: geometric, over 40."""
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)

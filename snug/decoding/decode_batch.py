@@ -16,6 +16,8 @@ reply, in a thread. The slot keeps its sequence and waits, and the others go on.
 once they are many (REPLY_AT): each goes through the model behind the slot's own columns, and the next token is drawn.
 When that is depends on counts alone, never on how long a tool takes, so that a run can be repeated bit for bit.
 
+Without Triton a step of few slots also reads tokens that they may draw next (drafts.py).
+
 Left out: what a rollout is (sample.py).
 Test: pytest tests/test_sample.py
 """
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from snug.decoding.drafts import MOST, MOST_ROWS, Drafts
 from snug.decoding.draw import sample_tokens
 from snug.decoding.kvcache import KVCache
 from snug.decoding.recorder import Recorder
@@ -110,6 +113,10 @@ class DecodeBatch:
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
         self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.completion))
+        self.drafts = Drafts(prompts, k)
+        self.most_drafted = (
+            0 if uses_triton(self.cache.completion) else int(1 / self.drafts.cost)
+        )  # slots
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
         self.t = torch.zeros(slots, dtype=torch.long, device=self.device)
@@ -260,18 +267,89 @@ class DecodeBatch:
         self.draw(self.prompt_hidden[prompt_slots], slots)
 
     def step(self):
-        """One more token in every slot."""
-        self.recorder.run(self.forward_step)
+        """One more token in every slot, and more where a guess is right."""
+        if len(self.held) > self.most_drafted or not self.step_with_drafts():
+            self.recorder.run(self.forward_step)
         self.steps += 1
 
     def forward_step(self):
         """Run the model on each slot's latest token, and draw the next."""
         columns = min(self.steps - self.first_start + 1, self.max_new_tokens)
-        self.cache.begin_step(self.t, columns, self.same_t)
+        self.cache.begin_step(self.t[:, None], columns, self.same_t)
         positions = (self.prompt_length + self.t)[:, None]
         hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]  # (slots, C)
         self.t.add_(1).clamp_(max=self.max_new_tokens - 1)  # idle slots count too
         self.draw(hidden, slice(None))
+
+    def step_with_drafts(self) -> bool:
+        """A step that reads guesses too, unless that would not pay. -> was there one?"""
+        active = (self.sequences < self.N).nonzero()[:, 0].cpu().numpy()
+        sequences = self.held[active]
+        drawn = self.steps - self.started + 1
+        for sequence in sequences.tolist():
+            prompt = sequence // self.k
+            if prompt not in self.drafts.places:
+                group = range(prompt * self.k, min((prompt + 1) * self.k, self.next_sequence))
+                texts = [self.tokens[i, : drawn[i]].tolist() for i in group]
+                self.drafts.begin(prompt, texts)
+            tokens = self.tokens[sequence, : drawn[sequence]]
+            self.drafts.follow(sequence, tokens.tolist())
+        guesses = self.drafts.guess(sequences.tolist())
+        longest = max(map(len, guesses), default=0)
+        if not longest:
+            return False
+        table = np.full((len(self.held), longest), -1)
+        read = np.zeros((len(self.held), 1 + longest), dtype=bool)
+        for slot, guess in zip(active, guesses, strict=True):
+            table[slot, : len(guess)] = guess
+            read[slot, : 1 + len(guess)] = True
+        kept = self.check(table, read).cpu().numpy()[active]
+        self.drafts.count(kept.tolist())
+        self.started[sequences] -= kept
+        self.first_start = min(self.first_start, self.started[sequences].min())
+        self.same_t = False
+        return True
+
+    def check(self, guesses: np.ndarray, read: np.ndarray) -> torch.Tensor:
+        """Run the model on each slot's latest token and on its guesses (slots, m), and draw behind each of them -> how
+        many guesses the draws gave (slots,). These draws and the next are the sequence's tokens.
+
+        read (slots, 1 + m): False in idle slots and in padding, which is -1. What wrong guesses write into the cache is behind: a later
+        step overwrites it before anything sees it."""
+        m, last = guesses.shape[1], self.max_new_tokens - 1
+        rows = upload(np.flatnonzero(read), self.device)
+        place = torch.arange(1 + m, device=self.device)
+        columns = (self.t[:, None] + place).clamp_(max=last)
+        width = min(self.steps - self.first_start + 1 + m, self.max_new_tokens)
+        self.cache.begin_step(columns, width, False, rows)
+        guesses = upload(guesses, self.device)
+        tokens = torch.cat([self.token[:, None], guesses], 1).view(-1, 1)
+        positions = (self.prompt_length[:, None] + columns).view(-1, 1)
+        hidden = self.model(tokens[rows], positions[rows], self.cache)[:, 0]
+        t = (columns + 1).clamp_(max=last)
+        sequences = self.sequences[:, None].expand_as(t)
+        u = self.u[sequences, t].view(-1)
+        drawn, logprobs = torch.full_like(t, -1), torch.zeros_like(u)
+        token, logprobs[rows] = sample_tokens(self.model, hidden, u[rows], **self.sampling)
+        drawn.view(-1)[rows] = token
+        over = self.is_over(drawn, t)
+        right = (drawn[:, :-1] == guesses) & ~over[:, :-1]
+        kept = right.long().cumprod(1).sum(1)  # (slots,)
+        sequences = sequences.masked_fill(place > kept[:, None], self.N)
+        self.tokens[sequences, t] = drawn
+        self.logprobs[sequences, t] = logprobs.view_as(t)
+        latest = kept[:, None]
+        self.t = t.gather(1, latest)[:, 0]
+        self.token = drawn.gather(1, latest)[:, 0].clamp_(min=0)  # -1 in idle slots
+        self.sequences = self.sequences.masked_fill(over.gather(1, latest)[:, 0], self.N)
+        return kept
+
+    def is_over(self, token, t):
+        """Ends a sequence with this as its t-th token, as far as the device knows?"""
+        over = t == self.max_new_tokens - 1
+        for stop in self.stop_tokens:
+            over |= token == stop
+        return over
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> write their next tokens into the tables; retire sequences that end here."""
@@ -279,11 +357,8 @@ class DecodeBatch:
         token, logprob = sample_tokens(self.model, hidden, self.u[sequences, t], **self.sampling)
         self.tokens[sequences, t] = token
         self.logprobs[sequences, t] = logprob
-        over = t == self.max_new_tokens - 1
-        for stop in self.stop_tokens:
-            over |= token == stop
         self.token[slots] = token
-        self.sequences[slots] = sequences.masked_fill(over, self.N)
+        self.sequences[slots] = sequences.masked_fill(self.is_over(token, t), self.N)
 
     def shrink(self, active: np.ndarray):
         """Keep only these slots, rising numbers, and the prompt slots that they read."""
@@ -302,8 +377,9 @@ class DecodeBatch:
 
     def rehearse(self):
         """Allocate the most that decoding may take, for the planner: prefill, start every slot, take one step with a
-        full cache and sequences of different lengths, read the longest replies, and shrink by a quarter. In the step
-        the first prompt slot has as many readers as it can have, and the others share the rest."""
+        full cache and sequences of different lengths, read the longest replies, shrink by a quarter, and check the
+        longest drafts. In the step the first prompt slot has as many readers as it can have, and the others share the
+        rest."""
         n, prompt_slots = len(self.held), len(self.prompt_hidden)
         # Prompts are prefilled some at a time; the first of these prefills stands for all.
         P = min(prompt_slots, self.prompts_at_once)
@@ -315,11 +391,18 @@ class DecodeBatch:
         others = prompt_slots - 1 - np.arange(n - readers) % max(prompt_slots - 1, 1)
         self.cache.assign(np.concatenate([np.zeros(readers, dtype=np.int64), others]))
         self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
-        self.step()
+        self.recorder.run(self.forward_step)
         if self.written is not None:
             w, longest = min(n, self.replies_at_once), self.max_new_tokens - 2
             self.read(range(w), [1] * w, [[0] * longest] * w)
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
+        if self.most_drafted:
+            few = min(len(self.held), self.most_drafted)
+            self.shrink(np.arange(few))
+            self.cache.assign(self.prompt_slot[self.held // self.k])
+            read = np.arange(few * (1 + MOST)) < MOST_ROWS
+            guesses = np.zeros((few, MOST), dtype=np.int64)
+            self.check(guesses, read.reshape(few, 1 + MOST))
 
 
 @contextmanager

@@ -96,16 +96,17 @@ def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0):
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
     The token is the one whose interval of the cumulative distribution contains u; at temperature 0 it is the likeliest,
-    with its log-prob at temperature 1. Rows of
-    hidden go through the head some at a time, so that the logits and what is computed from them take chunk_mb MiB (0:
-    see logits_budget).
+    with its log-prob at temperature 1. Rows of hidden go through the head some at a time, so that the logits and what is
+    computed from them take chunk_mb MiB (0: see logits_budget).
     """
     N, vocab_size = len(hidden), model.config.vocab_size
     if temperature > 0 and uses_triton(hidden):
         draw, row_bytes = draw_triton, vocab_size * hidden.element_size()
     else:  # three float32 rows at a time: logits, log-probs, probabilities
         draw, row_bytes = draw_torch, vocab_size * 12
-    n = max(1, int(logits_budget(chunk_mb, kind_of(hidden)) * MIB) // row_bytes)
+    weight = model.lm_head_weight
+    budget = logits_budget(chunk_mb, kind_of(hidden), weight.numel() * weight.element_size())
+    n = max(1, int(budget * MIB) // row_bytes)
     tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
     logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
     for start in range(0, n if is_planned(hidden) else N, n):  # a planner's chunks are all alike

@@ -145,18 +145,18 @@ class KVCache:
         rows = torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns
         self.first_row = rows[:, :n]  # (2, n, G)
 
-    def begin_step(self, t: torch.Tensor, columns: int, same_t: bool):
-        """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
-        same_t: t is the same in all active slots, so that no column needs to be hidden."""
-        self.t, self.columns, self.same_t = t, columns, same_t
+    def begin_step(self, t: torch.Tensor, columns: int, same_t: bool, rows=None):
+        """t (n, S): the columns that each slot writes now, S > 1 with drafts; on CUDA S is 1. columns: at least 1 + the
+        largest t of an active slot. same_t: t is the same in all active slots and S is 1, so that no column needs to be
+        hidden. rows: which of the n * S tokens the forward reads, each as a row (rows, 1); default: (n, S)."""
+        self.t, self.columns, self.same_t, self.rows = t, columns, same_t, rows
         self.reply = None
         if uses_triton(self.completion):
             return
-        self.write_at = (self.first_row + t[:, None]).view(-1)  # (2 * n * G,)
+        self.write_at = (self.first_row[..., None] + t[:, None]).view(-1)  # (2 * n * G * S,)
         if not same_t:
-            later = torch.arange(columns, device=t.device) > t[:, None]  # (n, columns)
-            bias = self.bias(later).repeat_interleave(self.config.n_kv_head, 0)
-            self.completion_bias = bias[:, None]  # (n * G, 1, columns)
+            later = torch.arange(columns, device=t.device) > t[..., None]  # (n, S, columns)
+            self.completion_bias = self.bias(later)[:, None, None]
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
         """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
@@ -190,7 +190,7 @@ class KVCache:
         return F.scaled_dot_product_attention(q.to(self.dtype), k, v, attn_mask=sees, enable_gqa=True)
 
     def attend(self, layer: int, q, k, v, rotary=None):
-        """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).
+        """q (n, H, S, D), k and v (n, G, S, D), rotary's cos and sin (n, 1, S, D) -> (n, H, S, D).
 
         One softmax over the prompt and the completion of each slot."""
         if self.reply is not None:
@@ -199,18 +199,31 @@ class KVCache:
             return self.attend_triton(layer, q, k, v, rotary)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        n, H, _, D = q.shape
+        if self.rows is not None:
+            q, k, v = map(self.by_slot, (q, k, v))
+        n, H, S, D = q.shape
+        G = self.config.n_kv_head
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
         self.completion[layer].view(-1, D).index_copy_(0, self.write_at, new)
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
         dtype = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
-            q = q.reshape(-1, H // self.config.n_kv_head, D).to(dtype) * D**-0.5  # (n * G, R, D)
+            q = q.reshape(n * G, -1, D).to(dtype) * D**-0.5  # (n * G, R * S, D)
             y = self.attend_torch(layer, q)
-        return y.view(n, H, 1, D).to(self.dtype)
+        y = y.view(n, H, S, D).to(self.dtype)
+        if self.rows is None:
+            return y
+        return y.transpose(1, 2).flatten(0, 1)[self.rows][:, :, None]  # (rows, H, 1, D)
+
+    def by_slot(self, x):
+        """x (rows, heads, 1, D) of the tokens that are read -> (n, heads, S, D), zeros where none is."""
+        n, S = self.t.shape
+        slots = x.new_zeros(n * S, x.shape[1], x.shape[3])
+        slots[self.rows] = x[:, :, 0]
+        return slots.unflatten(0, (n, S)).transpose(1, 2)
 
     def attend_torch(self, layer: int, q):
-        """q (n * G, R, D) -> the same."""
+        """q (n * G, R * S, D) -> the same. Here R stands for R * S: the draft's tokens are as other heads' queries."""
         prompt = self.prompt[layer, :, self.prompts_in_use]
         _, P, G, T_p, D = prompt.shape
         R = q.shape[1]
@@ -219,7 +232,8 @@ class KVCache:
         k, v = completion.flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
         scores = q @ k.mT  # (n * G, R, columns)
         if not self.same_t:
-            scores += self.completion_bias
+            n, S = self.t.shape
+            scores.view(n, G, -1, S, self.columns).add_(self.completion_bias)
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
         prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])

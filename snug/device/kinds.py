@@ -40,6 +40,9 @@ def kind_planned(device: str) -> str:
     return device.partition(":")[0]
 
 
-def logits_budget(chunk_mb: float, kind: str):
-    """The option logits_chunk_mb -> MiB for a chunk of logits and what is made of it; 0: the device's default."""
-    return chunk_mb or (256 if kind == "cuda" else 16)
+def logits_budget(chunk_mb: float, kind: str, head_bytes: int = 0):
+    """The option logits_chunk_mb -> MiB for a chunk of logits and what is made of it; 0: the device's default.
+
+    Each chunk reads the head of so many bytes, so the default is a quarter of them if that is more.
+    """
+    return chunk_mb or max(256 if kind == "cuda" else 16, head_bytes / 4 / MIB)

@@ -24,7 +24,7 @@ def ladder(settings, kind, prompt, completion) -> dict:
     default = logits_budget(0, kind)
     steps = {
         "max_tokens_per_micro_batch": [0, *halves(tokens, prompt + completion - 1)],
-        "logits_chunk_mb": [float(mb != default and mb) for mb in halves(8 * default, 16)],
+        "logits_chunk_mb": [*map(float, halves(8 * default, 16))],
         "max_rollout_batch": [0, *halves(settings.sequences_per_rollout, 1)],
         "checkpoint_blocks": ["none", "selective", "block"],
     }

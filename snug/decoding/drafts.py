@@ -1,0 +1,97 @@
+"""Drafts: which tokens a sequence may draw next, guessed from what its group has written.
+
+A step of few rows waits for the weights, so a few more tokens in it cost little. Such a step also reads guessed tokens
+behind a sequence's latest one. Each draw has a uniform number of its own, so the draws are those of plain steps: a
+guess counts if the draw gives it, and the first draw that differs is a token too. Drafts change no completion.
+
+The guess stands where the sequence's last tokens (three, two or one) stood last in its group, prompt included. Its
+latest tokens are x y; the group's texts have x y z z and later x y w: the guess is w, and what follows there.
+
+How many tokens are guessed depends on counts alone, never on time, so that a run can be repeated bit for bit.
+
+Left out: a second model that guesses; completions of earlier iterations, which a checkpoint would have to keep; CUDA,
+whose kernel reads one token per slot. Test: pytest tests/test_drafts.py
+"""
+
+import numpy as np
+
+LONGEST = 3  # tokens that are looked up
+MOST = 7  # tokens guessed for a sequence at a time
+MOST_ROWS = 64  # of a step: latest tokens and guesses
+# What a row adds to a step of plain torch, in steps that only read the weights (bench/drafts.py).
+ROW_COST = 1 / 24
+
+
+class Drafts:
+    """The texts of the groups that go on, and how many guesses were right: kept of tried, by how many tokens were found.
+
+    A text is a prompt and what one of its sequences has drawn.
+    """
+
+    def __init__(self, prompts: list[list[int]], k: int):
+        self.prompts, self.k, self.cost = prompts, k, ROW_COST
+        self.texts = {}  # sequence -> its text
+        self.places = {}  # prompt -> {some tokens: (a text, the place behind them)}
+        self.kept = np.zeros(LONGEST + 1)
+        self.tried = np.zeros(LONGEST + 1)
+        self.asked = []  # (tokens found, guess) of the last guesses
+
+    def begin(self, prompt: int, completions: list[list[int]]):
+        """Take up a group: what all of its sequences have drawn."""
+        self.places[prompt] = {}
+        for tokens in completions:
+            self.take_up(prompt, self.prompts[prompt] + tokens, 1)
+
+    def follow(self, sequence: int, tokens: list[int]):
+        """Take up what else the sequence has drawn; tokens: all of it."""
+        prompt = sequence // self.k
+        text = self.texts.setdefault(sequence, [*self.prompts[prompt]])
+        begin = len(text)
+        text += tokens[begin - len(self.prompts[prompt]) :]
+        self.take_up(prompt, text, begin)
+
+    def take_up(self, prompt: int, text: list[int], begin: int):
+        places = self.places[prompt]
+        for place in range(begin, len(text)):
+            for n in range(1, min(LONGEST, place) + 1):
+                found = tuple(text[place - n : place])
+                places[found] = text, place
+
+    def find(self, sequence: int) -> tuple[int, list[int]]:
+        """-> (how many of the sequence's last tokens stood in the group before, what followed there)."""
+        text = self.texts[sequence]
+        places = self.places[sequence // self.k]
+        for n in range(LONGEST, 0, -1):
+            last = tuple(text[-n:])
+            if last in places:
+                there, place = places[last]
+                return n, there[place : place + MOST]
+        return 0, []
+
+    def guess(self, sequences: list[int]) -> list[list[int]]:
+        """-> a guess for each of these sequences, perhaps of no token.
+
+        Of all guessed tokens those are read that are likeliest to count, as long as they promise more tokens for the
+        cost of the step. If a guess's tokens are right with the chance p each, its m-th counts with the chance p^m.
+        """
+        found = [self.find(sequence) for sequence in sequences]
+        chances = (self.kept + 1) / (self.tried + 2)
+        row, value = [], []  # of each guessed token
+        for i, (n, guess) in enumerate(found):
+            row += [i] * len(guess)
+            value += [chances[n] ** m for m in range(1, len(guess) + 1)]
+        value = np.array(value)
+        likeliest = np.argsort(-value, kind="stable")[: MOST_ROWS - len(found)]
+        tokens = len(found) + np.append(0, value[likeliest]).cumsum()
+        rows = len(found) + np.arange(len(tokens))
+        speeds = tokens / (1 + self.cost * rows)
+        read = likeliest[: speeds.argmax()]
+        lengths = np.bincount(np.array(row, dtype=int)[read], minlength=len(found))
+        self.asked = [(n, guess[:m]) for (n, guess), m in zip(found, lengths, strict=True)]
+        return [guess for _, guess in self.asked]
+
+    def count(self, kept: list[int]):
+        """So many of the last guesses were drawn."""
+        for (n, guess), right in zip(self.asked, kept, strict=True):
+            self.kept[n] += min(right, len(guess))
+            self.tried[n] += min(right + 1, len(guess))
