@@ -36,7 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait 
 @pytest.fixture
 def no_drafts(monkeypatch):
     """No step reads guessed tokens."""
-    monkeypatch.setattr("snug.decoding.drafts.ROW_COST", 2.0)
+    monkeypatch.setattr("snug.decoding.drafts.ROWS", 0)
 
 
 def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):

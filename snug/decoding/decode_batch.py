@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from snug.decoding import drafts
 from snug.decoding.drafts import MOST, MOST_ROWS, Drafts
 from snug.decoding.draw import sample_tokens
 from snug.decoding.kvcache import KVCache
@@ -113,10 +114,7 @@ class DecodeBatch:
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
         self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.completion))
-        self.drafts = Drafts(prompts, k)
-        self.most_drafted = (
-            0 if uses_triton(self.cache.completion) else int(1 / self.drafts.cost)
-        )  # slots
+        self.drafts = None if uses_triton(self.cache.completion) else Drafts(prompts, k)
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
         self.t = torch.zeros(slots, dtype=torch.long, device=self.device)
@@ -268,7 +266,8 @@ class DecodeBatch:
 
     def step(self):
         """One more token in every slot, and more where a guess is right."""
-        if len(self.held) > self.most_drafted or not self.step_with_drafts():
+        few = self.drafts and len(self.held) <= drafts.ROWS
+        if not few or not self.step_with_drafts():
             self.recorder.run(self.forward_step)
         self.steps += 1
 
@@ -314,8 +313,8 @@ class DecodeBatch:
         """Run the model on each slot's latest token and on its guesses (slots, m), and draw behind each of them -> how
         many guesses the draws gave (slots,). These draws and the next are the sequence's tokens.
 
-        read (slots, 1 + m): False in idle slots and in padding, which is -1. What wrong guesses write into the cache is behind: a later
-        step overwrites it before anything sees it."""
+        read (slots, 1 + m): False in idle slots and in padding, which is -1. What wrong guesses write into the cache is
+        behind: a later step overwrites it before anything sees it."""
         m, last = guesses.shape[1], self.max_new_tokens - 1
         rows = upload(np.flatnonzero(read), self.device)
         place = torch.arange(1 + m, device=self.device)
@@ -396,8 +395,8 @@ class DecodeBatch:
             w, longest = min(n, self.replies_at_once), self.max_new_tokens - 2
             self.read(range(w), [1] * w, [[0] * longest] * w)
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
-        if self.most_drafted:
-            few = min(len(self.held), self.most_drafted)
+        if self.drafts:
+            few = min(len(self.held), drafts.ROWS)
             self.shrink(np.arange(few))
             self.cache.assign(self.prompt_slot[self.held // self.k])
             read = np.arange(few * (1 + MOST)) < MOST_ROWS

@@ -18,8 +18,9 @@ import numpy as np
 LONGEST = 3  # tokens that are looked up
 MOST = 7  # tokens guessed for a sequence at a time
 MOST_ROWS = 64  # of a step: latest tokens and guesses
-# What a row adds to a step of plain torch, in steps that only read the weights (bench/drafts.py).
-ROW_COST = 1 / 24
+# In a step of plain torch so many rows take as long as the reading of the weights (bench/sampling.py). With more slots
+# more than half of the guesses would have to be right, and none is read.
+ROWS = 24
 
 
 class Drafts:
@@ -29,7 +30,7 @@ class Drafts:
     """
 
     def __init__(self, prompts: list[list[int]], k: int):
-        self.prompts, self.k, self.cost = prompts, k, ROW_COST
+        self.prompts, self.k = prompts, k
         self.texts = {}  # sequence -> its text
         self.places = {}  # prompt -> {some tokens: (a text, the place behind them)}
         self.kept = np.zeros(LONGEST + 1)
@@ -84,7 +85,7 @@ class Drafts:
         likeliest = np.argsort(-value, kind="stable")[: MOST_ROWS - len(found)]
         tokens = len(found) + np.append(0, value[likeliest]).cumsum()
         rows = len(found) + np.arange(len(tokens))
-        speeds = tokens / (1 + self.cost * rows)
+        speeds = tokens / (1 + rows / ROWS)
         read = likeliest[: speeds.argmax()]
         lengths = np.bincount(np.array(row, dtype=int)[read], minlength=len(found))
         self.asked = [(n, guess[:m]) for (n, guess), m in zip(found, lengths, strict=True)]
