@@ -1,10 +1,11 @@
 """Sampling beside Hugging Face `generate`: the same random weights and prompts, lengths from the same distribution.
 
-    python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static]
+    python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static] [--coder=FOLDER]
 
 A model's stop token has a constant probability at each token, so lengths are geometric; or it has none, and all lengths
 are equal. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is installed (`make
-models/smollm2-135m-instruct`). The contenders take turns, call by call; a figure is the median of the pairs so far, with
+models/smollm2-135m-instruct`); "coder" cases are --coder with those of config/grpo_code.py, for example a clone of
+Qwen/Qwen2.5-Coder-0.5B-Instruct. On a CPU one contender reads no drafts (snug/decoding/drafts.py). The contenders take turns, call by call; a figure is the median of the pairs so far, with
 the smallest and the largest. On CUDA eager steps and generate are slow and take part in the first pair only. tokens/s
 counts sampled tokens, stop tokens included.
 
@@ -27,6 +28,7 @@ from runs.loading import load_run
 from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings
+from snug.decoding import drafts
 from snug.options import read_settings
 from snug.pretrained.shapes import config_of, family_of
 from snug.pretrained.tensors import entries, rows_of
@@ -45,6 +47,11 @@ CASES = {
         "2 x 64, uniform": (SMALL | dict(n_layer=2, n_embd=64), 64, 96, 1, 0, 64, "float32"),
         "smollm2, 8 x 4, 64 tokens": (None, 8, 0, 4, 1, 64, "float32"),
         "smollm2, 16 x 8, 16 tokens": (None, 16, 0, 8, 1, 16, "float32"),
+        "smollm2, 1 x 4, 64 tokens": (None, 1, 0, 4, 1, 64, "float32"),
+        "coder, 1 x 1, 192 tokens": (None, 1, 0, 1, 1, 192, "bfloat16"),
+        "coder, 1 x 4, 192 tokens": (None, 1, 0, 4, 1, 192, "bfloat16"),
+        "coder, 1 x 8, 192 tokens": (None, 1, 0, 8, 1, 192, "bfloat16"),
+        "coder, 4 x 8, 192 tokens": (None, 4, 0, 8, 1, 192, "bfloat16"),
     },
     "cuda": {  # the most wanted first
         "qwen 1.5B, batch 64": (QWEN_1B, 4, 256, 16, 0, 256, "bfloat16"),
@@ -62,14 +69,15 @@ AIMS = {"2 x 64, geometric": 8, "4 x 256, geometric": 20, "2 x 64, uniform": 2}
 AIMS |= {"smollm2, 8 x 4, 64 tokens": 3, "smollm2, 16 x 8, 16 tokens": 4}
 
 
-def real_models():
-    """-> (our model, the peer or None, stop tokens, 16 prompts as ids) of SmolLM2-135M-Instruct."""
-    words = [str(HOME / "config/grpo_real.py"), f"--init_from={REAL}", f"--data_file={HOME / 'data/sums.jsonl'}"]
-    task, run, peer = prepare(*read_settings(GRPOSettings, words)[:2]).task, load_run(REAL, DEVICE), None
+def real_models(config, folder, dtype):
+    """-> (our model, the peer or None, stop tokens, 16 prompts as ids)."""
+    words = [str(HOME / f"config/{config}.py"), f"--init_from={folder}", f"--dtype={dtype}", f"--param_dtype={dtype}"]
+    prepared, peer = prepare(*read_settings(GRPOSettings, words)[:2]), None
+    task, run = prepared.task, load_run(prepared.origin, DEVICE)
     if find_spec("transformers"):
         from transformers import AutoModelForCausalLM
 
-        peer = AutoModelForCausalLM.from_pretrained(REAL, dtype=torch.float32).eval().to(DEVICE)
+        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(DEVICE)
     ids = [run.tokenizer.encode_prompt(row["prompt"]) for row in task.prompts("train", range(16))]
     return run.model, peer, run.tokenizer.stop_tokens, ids
 
@@ -166,18 +174,30 @@ def floor_seconds(model, prompts, k, lengths, longest, per_second):
     return total / per_second
 
 
-def measure(name, case, rounds, per_second, static):
+def without_drafts(call):
+    rows, drafts.ROWS = drafts.ROWS, 0
+    try:
+        return call()
+    finally:
+        drafts.ROWS = rows
+
+
+def measure(name, case, rounds, per_second, static, coder):
     shape, P, T, k, mean, longest, dtype = case
     if shape:
         model, peer, stop = make_models(name, shape, mean, dtype)
         prompts = torch.randint(shape["vocab_size"] - 1, (P, T)).tolist()
     else:
-        model, peer, stop, prompts = real_models()
+        real = ("grpo_code", coder) if name.startswith("coder") else ("grpo_real", REAL)
+        model, peer, stop, prompts = real_models(*real, dtype)
         prompts = prompts[:P]
     contenders = {"snug": lambda seed, most: ours(model, prompts, k, most, stop, seed)}
     if not mean:
         contenders["half"] = lambda seed, most: ours(model, prompts, k, most // 2, stop, seed)
-    contenders["eager"] = lambda seed, most: ours(model, prompts, k, most, stop, seed, enforce_eager=True)
+    if DEVICE == "cuda":
+        contenders["eager"] = lambda seed, most: ours(model, prompts, k, most, stop, seed, enforce_eager=True)
+    else:
+        contenders["no drafts"] = lambda seed, most: without_drafts(lambda: contenders["snug"](seed, most))
     if peer is not None:
         contenders["generate"] = lambda seed, most: theirs(peer, prompts, k, most, stop, seed)
         if static:
@@ -222,14 +242,16 @@ def main(arguments):
     result("a copy's bandwidth", per_second / 1e9, "GB/s")
     failed = []
     for name, case in CASES[arguments.shapes].items():
-        if chosen(name, arguments.only) and (case[0] or REAL.exists()):
+        there = arguments.coder if name.startswith("coder") else case[0] or REAL.exists()
+        if there and chosen(name, arguments.only):
             with going_on(name, failed):
-                measure(name, case, arguments.rounds, per_second, arguments.static)
+                measure(name, case, arguments.rounds, per_second, arguments.static, arguments.coder)
     end(failed)
 
 
 if __name__ == "__main__":
     options = parser("Sampling: tokens a second, beside Hugging Face generate.")
     options.add_argument("--static", action="store_true", help="also with the static cache, which generate compiles")
+    options.add_argument("--coder", help="a folder with a model that writes Python, for the cases named coder")
     options.add_argument("--rounds", type=int, default=5, help="pairs that count")
     main(options.parse_args())

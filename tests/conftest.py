@@ -33,12 +33,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait 
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: rounding depends on it
 
 
-@pytest.fixture
-def no_drafts(monkeypatch):
-    """No step reads guessed tokens."""
-    monkeypatch.setattr("snug.decoding.drafts.ROWS", 0)
-
-
 def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):
     """A random model whose predictions are far from uniform."""
     torch.manual_seed(seed)

@@ -19,6 +19,7 @@ PLAIN = dict(dtype=torch.float64) if DEVICE == "cuda" else {}
 def always(monkeypatch):
     """Every guess is read, and the batches are kept. -> the batches"""
     monkeypatch.setattr(drafts, "ROWS", 1000)
+    monkeypatch.setattr(drafts, "CACHED", 0)
     batches, original = [], decode_batch.DecodeBatch.step
 
     def step(batch):
@@ -76,7 +77,7 @@ def test_random_cases(always, monkeypatch):
 
 
 @pytest.mark.long
-def test_two_thousand_rows(monkeypatch):
+def test_two_thousand_rows(always, monkeypatch):
     rows, seed = 0, 1000
     while rows < 2000:
         rows += agree(seed, monkeypatch)
@@ -155,7 +156,15 @@ def test_guesses_are_counted():
     assert texts.tried.tolist() == [0, 2, 0, 2]
 
 
-def test_the_triton_kernels_get_no_drafts(monkeypatch):
-    monkeypatch.setattr(decode_batch, "uses_triton", lambda tensor: True)
-    batch = decode_batch.DecodeBatch(make_model("gpt2"), [[1]], 2, 8, None)
-    assert batch.drafts is None
+def test_where_a_step_does_not_wait_for_weights_there_are_no_drafts(monkeypatch):
+    """Small weights stay in a CPU's caches. The Triton kernels read one token per slot."""
+
+    def drafts_of(model):
+        return decode_batch.DecodeBatch(model, [[1]], 2, 8, None).drafts
+
+    model = make_model("gpt2").to(**PLAIN)
+    assert drafts_of(model) is None
+    monkeypatch.setattr(drafts, "CACHED", sum(p.nbytes for p in model.parameters()) - 1)
+    assert drafts_of(model)
+    monkeypatch.setattr(drafts, "uses_triton", lambda tensor: True)
+    assert drafts_of(model) is None

@@ -115,11 +115,10 @@ def dry_run(prepared):
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.long) for name in RARE)])
-def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch, no_drafts):
+def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     """Within 2 % of the meter, phase by phase, and of the profiler's trace of the whole run; the host's bytes exactly.
 
-    Rollouts that are decoded in pieces may take 5 % less: a plan has rows of different lengths, of prompts that are far apart. Drafts may
-    take less than is planned, as no guess may pay: test_sample.py.
+    Rollouts that are decoded in pieces may take 5 % less: a plan has rows of different lengths, of prompts that are far apart.
     """
     never_stop(monkeypatch)
     most = 0.05 if name == "long rollouts" else 0.02

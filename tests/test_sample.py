@@ -129,7 +129,7 @@ def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
     assert without.completion_lengths.sum() > rollouts.completion_lengths.sum()
 
 
-def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave(monkeypatch, no_drafts):
+def test_a_prompt_goes_through_the_model_once_and_rows_that_are_over_leave(monkeypatch):
     model, seen = make_flat_model("gpt2"), []
     look_at_every_step(monkeypatch)
     eager = dict(stop_token=STOP, enforce_eager=True)  # a graph's replay calls no hooks
@@ -190,7 +190,7 @@ def test_head_in_pieces_is_the_head():
 
 
 @pytest.mark.parametrize("slots, every", [(5, 1), (16, 4)])
-def test_freed_slots_are_filled_again(slots, every, monkeypatch, no_drafts):
+def test_freed_slots_are_filled_again(slots, every, monkeypatch):
     """The steps are those of the sum of lengths, not of the longest times the batches. Lengths: geometric, over 40."""
     model, steps = make_flat_model("gpt2", block_size=112, bias=True), []
     stops_one_time_in(12, model)
@@ -221,8 +221,9 @@ REHEARSED = [(10, 9, 16, "float32"), (1, 40, 16, "bfloat16"), (4, 16, None, "flo
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts a CPU's bytes")
 @pytest.mark.parametrize("k, P, slots, dtype", REHEARSED)
-def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype):
-    """Refills, slots that leave and prompts of all lengths, to the last column of the cache."""
+def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype, monkeypatch):
+    """Refills, slots that leave, drafts, and prompts of all lengths, to the last column of the cache."""
+    monkeypatch.setattr("snug.decoding.drafts.CACHED", 0)
     model = make_flat_model("gpt2", block_size=62, bias=True)
     stops_one_time_in(25, model)
     prompts = [[1] * (1 + 7 * i % 12) for i in range(P)]

@@ -114,7 +114,7 @@ class DecodeBatch:
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
         self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.completion))
-        self.drafts = None if uses_triton(self.cache.completion) else Drafts(prompts, k)
+        self.drafts = Drafts(prompts, k) if drafts.may_pay(model) else None
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
         self.t = torch.zeros(slots, dtype=torch.long, device=self.device)

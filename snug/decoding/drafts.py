@@ -15,12 +15,21 @@ whose kernel reads one token per slot. Test: pytest tests/test_drafts.py
 
 import numpy as np
 
+from snug.kernels import uses_triton
+
 LONGEST = 3  # tokens that are looked up
 MOST = 7  # tokens guessed for a sequence at a time
 MOST_ROWS = 64  # of a step: latest tokens and guesses
+CACHED = 2**25  # bytes of weights that stay in a CPU's caches, so that no step waits for them
 # In a step of plain torch so many rows take as long as the reading of the weights (bench/sampling.py). With more slots
 # more than half of the guesses would have to be right, and none is read.
 ROWS = 24
+
+
+def may_pay(model) -> bool:
+    """Does a step wait for the model's weights? And is it plain torch? The kernels read one token per slot."""
+    waits = sum(p.nbytes for p in model.parameters()) > CACHED
+    return waits and not uses_triton(model.lm_head_weight)
 
 
 class Drafts:
