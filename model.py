@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from snug.device import cpu
@@ -281,6 +282,14 @@ class GPT(nn.Module):
         return logits
 
 
+class Undrawn(TorchFunctionMode):
+    """Modules that are made inside draw no weights. On the meta device that would import torch's compiler: a second."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
+
+
 @component("weights")
 def make_model(
     shape: dict, device, dtype: str = "float32", initialise: bool = True, base_dtype: str = ""
@@ -294,7 +303,8 @@ def make_model(
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        with torch.device(device if initialise else "meta"):  # no second copy on the host or in float32
+        # No second copy on the host or in float32
+        with torch.device(device if initialise else "meta"), nullcontext() if initialise else Undrawn():
             model = GPT(config)
         if base_dtype:
             hold_in_nf4(model, device, empty=not initialise)

@@ -226,14 +226,16 @@ def tokenizer_of(folder, files) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
-    probe, vocab, names = backend.encode("a"), backend.get_vocab(), token_names(config)
-    eos = vocab.get(names.get("eos_token"), model.get("eos_token_id"))
+    probe, names = backend.encode("a"), token_names(config)
+    end = backend.token_to_id(names.get("eos_token", ""))
+    eos = model.get("eos_token_id") if end is None else end
     stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
     digest = hashlib.sha256(files["tokenizer.json"]).hexdigest()
     tokenizer = Tokenizer(f"tokenizer.json@{digest[:12]}", backend, stop_tokens)
     tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
-    if not tokenizer.bos and config.get("add_bos_token") and names.get("bos_token") in vocab:
-        tokenizer.bos = [vocab[names["bos_token"]]]
+    begin = backend.token_to_id(names.get("bos_token", ""))
+    if not tokenizer.bos and config.get("add_bos_token") and begin is not None:
+        tokenizer.bos = [begin]
 
     if template := template_of(files, config):
         if "strftime_now" in template:
@@ -243,10 +245,10 @@ def tokenizer_of(folder, files) -> Tokenizer:
                 files.setdefault(DATE, today).decode()
             ).strftime
         tokenizer.chat = Chat(template, names, tokenizer.special)
-        end = tokenizer.special.get(tokenizer.chat.end)
-        if end not in (None, *stop_tokens):
-            tokenizer.stop_tokens += (end,)  # what the template writes behind an answer
-    if names.get("eos_token") not in vocab or tokenizer.stop_tokens != stop_tokens:
+        written = tokenizer.special.get(tokenizer.chat.end)
+        if written not in (None, *stop_tokens):
+            tokenizer.stop_tokens += (written,)  # behind an answer, by the template
+    if end is None or tokenizer.stop_tokens != stop_tokens:
         # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
         generation["eos_token_id"] = tokenizer.stop_tokens
         files["generation_config.json"] = json.dumps(generation, indent=1).encode()
