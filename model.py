@@ -283,7 +283,7 @@ class GPT(nn.Module):
 
 
 class Undrawn(TorchFunctionMode):
-    """Modules that are made inside draw no weights. On the meta device that would import torch's compiler: a second."""
+    """Modules that are made inside draw no weights."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") != "torch.nn.init":
@@ -303,11 +303,12 @@ def make_model(
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        # No second copy on the host or in float32
-        with torch.device(device if initialise else "meta"), nullcontext() if initialise else Undrawn():
+        # Matrices that will be in NF4 take no memory before.
+        place = "meta" if base_dtype and not initialise else device
+        with torch.device(place), nullcontext() if initialise else Undrawn():
             model = GPT(config)
         if base_dtype:
             hold_in_nf4(model, device, empty=not initialise)
-        return model if initialise else model.to_empty(device=device)
+        return model.to_empty(device=device) if place == "meta" else model
     finally:
         torch.set_default_dtype(default)
