@@ -171,7 +171,13 @@ def iterations_of_snug(words, seed, folder):
     config = GPTConfig(**read_shape(s.init_from))
     flops = floor_flops(config, s.batch_size, statistics.mean(prompts), s.group_size, length, s.beta > 0)
     tokens = length * s.batch_size * s.group_size
-    return lines, dict(floor_s=flops / product_speed(s.dtype), tokens=tokens)
+    row = statistics.mean(prompts) * s.batch_size + tokens
+    row = min(row, s.max_tokens_per_micro_batch or row)
+    forward = flops / (4 + (s.beta > 0))
+    decoding = forward / product_speed(s.dtype, s.sequences_per_rollout, config.n_embd, config.n_hidden)
+    packed = forward / product_speed(s.dtype, int(row), config.n_embd, config.n_hidden)
+    floors = dict(floor_rollout_s=decoding, floor_reference_s=packed, floor_train_s=3 * packed)
+    return lines, floors | dict(floor_s=flops / product_speed(s.dtype), tokens=tokens)
 
 
 def iterations_of_trl(words, seed, folder, sequences, liger, metered):
@@ -279,11 +285,18 @@ def floor_flops(c, P, T, k, length, reference):
 
 
 @torch.no_grad()
-def product_speed(dtype):
-    """Operations a second of a large product."""
+def product_speed(dtype, rows=0, width=0, height=0):
+    """Operations a second of products of x (rows, width) and w (height, width); default: of a large one."""
     n = 8192 if DEVICE == "cuda" else 2048
-    x, w = (torch.randn(n, n, device=DEVICE, dtype=getattr(torch, dtype)) for _ in range(2))
-    return 2 * n**3 / min(clocked(lambda: cpu.linear(x, w))[1] for _ in range(5))
+    rows, width, height = rows or n, width or n, height or n
+    x, w = (torch.randn(m, width, device=DEVICE, dtype=getattr(torch, dtype)) for m in (rows, height))
+    repeats = 1 + int(1e9 / (rows * width * height))
+
+    def products():
+        for _ in range(repeats):
+            cpu.linear(x, w)
+
+    return 2 * rows * width * height * repeats / min(clocked(products)[1] for _ in range(5))
 
 
 def arm(arguments):
@@ -339,6 +352,10 @@ def tell(name, rounds):
     median_result(
         f"{name}: floor's share of snug's seconds", [100 * line["floor_s"] / line["time_s"] for line in ours], "%"
     )
+    for phase in ("rollout", "reference", "train"):
+        shares = [100 * line[f"floor_{phase}_s"] / line[f"time_{phase}_s"] for line in ours if line[f"time_{phase}_s"]]
+        if shares:
+            median_result(f"{name}: {phase}: operations, as a share of what products of its shapes do", shares, "%")
     median_result(
         f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second"
     )
