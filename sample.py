@@ -4,13 +4,14 @@
 
 A prompt goes through the model once, and its k completions share its keys and values. All groups are decoded in one
 batch; a completion that ends leaves it at once, and one that waits takes its slot (decoding/). Token t of row i is
-drawn with a uniform number that depends on (seed, i, t) alone, so a row does not depend on its neighbours. On a GPU its
-logits in bfloat16 may: products of another number of rows may round otherwise. `generate_naive` is the oracle.
+drawn with a uniform number that depends on (seed, i, t) alone, so a row does not depend on its neighbours, nor on what
+is guessed of it in advance. In bfloat16 its logits may: products of another number of rows may round otherwise.
+`generate_naive` is the oracle.
 
 With `respond` a completion is an episode of several turns: a tool or an environment answers at the end of a turn. The
 answer is written behind the row's own keys and values, and sampling goes on: nothing is read twice.
 
-Left out: top-k, top-p (training draws from the whole policy), beams, speculation. Test: pytest tests/test_sample.py
+Left out: top-k, top-p (training draws from the whole policy), beams. Test: pytest tests/test_sample.py
 """
 
 import sys

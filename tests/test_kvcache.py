@@ -103,7 +103,7 @@ def test_slots_and_places_that_are_kept_keep_their_tokens():
     cache, config, prompts = make_cache()
     run_rows(cache, config, prompts, RAGGED[:2], 1e-12)
     before, columns = cache.completion.clone(), 2
-    cache.compact(np.array([0, 2, 4]), np.array([0, 2]))
+    cache.compact(np.array([0, 2, 4]), np.array([0, 2]), columns)
     assert cache.completion[1, :, :3, :, :columns].equal(before[1][:, [0, 2, 4], :, :columns])
     assert cache.prompt.equal(prompts[:, :, [0, 2]]) and cache.prompt_lengths.tolist() == [9, 1]
     kept = [(0, 0), (2, 1), (4, 1)]  # row, place now

@@ -92,13 +92,13 @@ class KVCache:
         for prompt, values in zip(self.prompt[layer], (k, v), strict=True):
             prompt.narrow(2, 0, values.shape[2])[self.prefill_slots] = values.to(self.dtype)
 
-    def compact(self, slots: np.ndarray, prompt_slots: np.ndarray):
-        """Keep only these slots and prompt slots, rising numbers, as 0, 1, 2 ..."""
+    def compact(self, slots: np.ndarray, prompt_slots: np.ndarray, columns: int):
+        """Keep only these slots, the first `columns` columns, and prompt slots, rising numbers, as 0, 1, 2 ..."""
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
         for layer in range(len(self.completion)):  # indexing makes a copy, here of one layer
             for completion, prompt in zip(self.completion[layer], self.prompt[layer], strict=True):
-                completion[: len(slots)] = completion[slots]
+                completion[: len(slots), :, :columns] = completion[slots, :, :columns]
                 if len(prompt_slots) < len(prompt):
                     prompt[: len(prompt_slots)] = prompt[prompt_slots]
         self.prompt = self.prompt[:, :, : len(prompt_slots)]
