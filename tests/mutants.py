@@ -311,7 +311,7 @@ MUTANTS = [
     ("rehearsed with one prompt slot", "snug/decoding/decode_batch.py", "n - (prompt_slots > 1)), 1)", "n), 1)", "test_sample.py"),
     ("gpu: a step waits for the device", "snug/decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_replay.py"),
     ("a new sequence goes on at the old one's length", "snug/decoding/decode_batch.py", "self.t[slots] = 0", "pass", "test_sample.py"),
-    ("slots that move lose their last column", "snug/decoding/decode_batch.py", "self.started[self.held].min() + 1)", "self.started[self.held].min())", "test_sample.py"),
+    ("slots that move lose their last column", "snug/decoding/decode_batch.py", "self.started[self.held].min())", "self.started[self.held].min() - 1)", "test_sample.py"),
     ("episodes: a row gets its neighbour's reply", "snug/decoding/decode_batch.py", "zip(held, lengths, ends, replies, strict=True)", "zip(held, lengths, ends, replies[1:] + replies[:1], strict=True)", "test_episodes.py"),
     ("episodes: a tool is asked twice", "snug/decoding/decode_batch.py", "waits = np.isin(self.held, list(self.turns.waiting))", "waits = np.isin(self.held, [])", "test_episodes.py"),
     ("episodes: a reply's last token is not in the cache", "snug/decoding/decode_batch.py", "lengths - 1, added + 1", "lengths - 1, added", "test_episodes.py"),

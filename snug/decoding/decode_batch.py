@@ -367,7 +367,7 @@ class DecodeBatch:
         prompt_slots, self.prompt_slot[prompts] = np.unique(
             self.prompt_slot[prompts], return_inverse=True
         )
-        self.cache.compact(active, prompt_slots, self.steps - self.started[self.held].min() + 1)
+        self.cache.compact(active, prompt_slots, self.steps - self.started[self.held].min())
         active = upload(active, self.device)
         self.sequences = self.sequences[active]
         self.t = self.t[active]

@@ -57,14 +57,14 @@ class KVCache:
     ):
         """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt."""
 
-        def new(slots, columns):
+        def new(make, slots, columns):
             shape = config.n_layer, 2, slots, config.n_kv_head, columns, config.head_size
-            # Columns that nobody has written are read with weight 0, and 0 * NaN is NaN.
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return make(shape, dtype=dtype, device=device)
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.completion = new(slots, width)
-        self.prompt = new(prompt_slots, prompt_width)
+        self.completion = new(torch.empty, slots, width)
+        self.cleared = 0  # columns of the completions
+        self.prompt = new(torch.zeros, prompt_slots, prompt_width)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.max_length = prompt_width + width
         # (P,) the prompt slots that the next forward fills; None: it is a step
@@ -75,6 +75,7 @@ class KVCache:
         if uses_triton(self.completion):
             heads = config.n_head, config.n_kv_head, config.head_size
             self.kernel = attention.kernel_shape(*heads, dtype.itemsize, group_size)
+            self.clear(width)
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
@@ -145,6 +146,16 @@ class KVCache:
         rows = torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns
         self.first_row = rows[:, :n]  # (2, n, G)
 
+    def clear(self, columns: int):
+        """Zero these columns, once: plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN.
+
+        It does so step by step. Memory that is not used is not touched; to zero all was a tenth of a rollout.
+        """
+        if columns > self.cleared:
+            end = columns + 15
+            self.completion[..., self.cleared : end, :] = 0
+            self.cleared = end
+
     def begin_step(self, t: torch.Tensor, columns: int, same_t: bool, rows=None):
         """t (n, S): the columns that each slot writes now, S > 1 with drafts; on CUDA S is 1. columns: at least 1 + the
         largest t of an active slot. same_t: t is the same in all active slots and S is 1, so that no column needs to be
@@ -153,6 +164,7 @@ class KVCache:
         self.reply = None
         if uses_triton(self.completion):
             return
+        self.clear(columns)
         self.write_at = (self.first_row[..., None] + t[:, None]).view(-1)  # (2 * n * G * S,)
         if not same_t:
             later = torch.arange(columns, device=t.device) > t[..., None]  # (n, S, columns)
@@ -165,6 +177,7 @@ class KVCache:
         prompt, the columns before, and each other as far as they are not later. What padding writes is behind them: a
         step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
+        self.clear(self.completion.shape[4])
         t, slots, prompt_slots = (upload(values, self.device) for values in (t, slots, prompt_slots))
         width, T_p = self.completion.shape[4], self.prompt.shape[4]
         place = torch.arange(max(lengths), device=self.device)
