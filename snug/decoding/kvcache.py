@@ -66,6 +66,7 @@ class KVCache:
         self.cleared = 0  # columns of the completions
         self.prompt = new(torch.zeros, prompt_slots, prompt_width)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
+        self.ragged = False  # is a prompt shorter than the others?
         self.max_length = prompt_width + width
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
@@ -75,13 +76,14 @@ class KVCache:
         if uses_triton(self.completion):
             heads = config.n_head, config.n_kv_head, config.head_size
             self.kernel = attention.kernel_shape(*heads, dtype.itemsize, group_size)
-            self.clear(width)
+            self.clear(slots, width)
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
     def begin_prefill(self, prompt_slots, lengths: list[int]):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
         self.prefill_slots = upload(prompt_slots, self.device)
+        self.ragged |= min(lengths) < self.prompt.shape[4]
         self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
 
     def bias(self, hidden):
@@ -146,14 +148,15 @@ class KVCache:
         rows = torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns
         self.first_row = rows[:, :n]  # (2, n, G)
 
-    def clear(self, columns: int):
-        """Zero these columns, once: plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN.
+    def clear(self, slots: int, columns: int):
+        """Zero these columns, if not all are written, of the first slots; later calls have no more of them.
 
-        It does so step by step. Memory that is not used is not touched; to zero all was a tenth of a rollout.
+        Plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN. Memory that is not used is not touched:
+        to zero all at first was a tenth of a rollout.
         """
         if columns > self.cleared:
             end = columns + 15
-            self.completion[..., self.cleared : end, :] = 0
+            self.completion[:, :, :slots, :, self.cleared : end] = 0
             self.cleared = end
 
     def begin_step(self, t: torch.Tensor, columns: int, same_t: bool, rows=None):
@@ -164,9 +167,11 @@ class KVCache:
         self.reply = None
         if uses_triton(self.completion):
             return
-        self.clear(columns)
         self.write_at = (self.first_row[..., None] + t[:, None]).view(-1)  # (2 * n * G * S,)
-        if not same_t:
+        if same_t:
+            self.cleared = max(self.cleared, columns)  # this step writes the last of them
+        else:
+            self.clear(len(t), columns)
             later = torch.arange(columns, device=t.device) > t[..., None]  # (n, S, columns)
             self.completion_bias = self.bias(later)[:, None, None]
 
@@ -177,7 +182,7 @@ class KVCache:
         prompt, the columns before, and each other as far as they are not later. What padding writes is behind them: a
         step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
-        self.clear(self.completion.shape[4])
+        self.clear(self.completion.shape[2], self.completion.shape[4])
         t, slots, prompt_slots = (upload(values, self.device) for values in (t, slots, prompt_slots))
         width, T_p = self.completion.shape[4], self.prompt.shape[4]
         place = torch.arange(max(lengths), device=self.device)
@@ -249,7 +254,8 @@ class KVCache:
             scores.view(n, G, -1, S, self.columns).add_(self.completion_bias)
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
-        prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
+        if self.ragged:
+            prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
         prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
         weights = torch.softmax(torch.cat([prompt_scores, scores], -1), -1)
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
