@@ -23,7 +23,6 @@ from test_lora import rewards as varied_rewards
 from test_packed import WAYS, K, gradient, make_rollouts
 from test_packed import assert_same as assert_same_gradient
 from test_plan import differ, measured_peak
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grpo
 import train_sft
@@ -37,7 +36,7 @@ from runs.log import read_log
 from runs.prepare import prepare
 from settings import ExportSettings, GRPOSettings, SFTSettings
 from snug import lora
-from snug.device.kinds import MIB
+from snug.device.kinds import MIB, PlanningMode
 from snug.kernels import nf4, triton
 from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import NF4, Quantized, quantize, takes_product, weights_of
@@ -176,7 +175,7 @@ def test_what_has_no_nf4_is_refused():
 def test_a_gpu_without_units_for_bfloat16_dequantizes(capability, taken, monkeypatch):
     """There the product's kernel has 704 bytes of stack. Tensors are fake: there may be no GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with FakeTensorMode(), torch.no_grad():
+    with PlanningMode("cuda", None), torch.no_grad():
         x = torch.empty(4, 128, dtype=torch.bfloat16, device="cuda")
         assert takes_product(x, NF4((64, 128), "cuda")) == taken
         assert not takes_product(x.float(), NF4((64, 128), "cuda"))

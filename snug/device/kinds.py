@@ -18,8 +18,7 @@ class PlanningMode(FakeTensorMode):
 
 
 def planning_mode(tensor: torch.Tensor) -> PlanningMode | None:
-    mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-    return mode if isinstance(mode, PlanningMode) else None
+    return getattr(tensor, "fake_mode", None)
 
 
 def is_planned(tensor: torch.Tensor) -> bool:
