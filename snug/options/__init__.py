@@ -135,9 +135,6 @@ def read_settings(cls, argv: list[str], positional: str = "config"):
 
 def make_settings(cls, config: str, values: dict):
     """A config's options ("": none) and `values`, which override them -> (cls instance, names of the options set)."""
-    for name in values:
-        if name not in fields(cls):
-            raise unknown_option(cls, name, name)
     values = {name: check_value(cls, name, value, name) for name, value in values.items()}
     if config:
         values = read_config(cls, config) | values
@@ -173,8 +170,6 @@ def read_config(cls, path: str):
         except (AttributeError, ValueError, TypeError):  # another statement; no literal; {[]}
             text = ast.unparse(node)[:60]
             raise SnugError(f"{where}: {text!r} is not name = value with a literal value") from None
-        if name not in fields(cls):
-            raise unknown_option(cls, name, f"{where}: {name}")
         values[name] = check_value(cls, name, value, f"{where}: {name}")
     return values
 
@@ -233,6 +228,8 @@ def check_value(cls, name: str, value, where: str):
 
     where: start of the error message.
     """
+    if name not in fields(cls):
+        raise unknown_option(cls, name, where)
     kind, optional = type_of(cls, name)
     if value is None and optional:
         return None
