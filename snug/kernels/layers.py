@@ -84,10 +84,12 @@ class LeanRMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         unit, dy = x.float() * rstd, dy.float()
-        dweight = (dy * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = (dy * unit).flatten(0, -2).sum(0).to(weight.dtype)
         dy = dy * weight
         dx = (dy - unit * (dy * unit).mean(-1, keepdim=True)).mul_(rstd)
-        return dx.to(x.dtype), None if dweight is None else dweight.to(weight.dtype), None
+        return dx.to(x.dtype), dweight, None
 
 
 class Embed(torch.autograd.Function):
