@@ -23,6 +23,7 @@ import inspect
 import json
 import math
 import os
+import pkgutil
 import re
 import sys
 import tomllib
@@ -77,14 +78,13 @@ def find_path(path: str | Path) -> Path:
 def refuse_namesakes(home: Path, folders: list[str]):
     """Raises SnugError if a folder before `home` has a module with the name of one in it: Python would import one of
     them for both."""
-    ours = [path.stem for path in home.glob("*.py")] + [
-        path.parent.name for path in home.glob("*/__init__.py")
-    ]
-    for folder in map(Path, folders):
-        if folder.resolve() == home.resolve():
+    ours = {module.name for module in pkgutil.iter_modules([str(home)])}
+    for folder in folders:
+        if Path(folder).resolve() == home.resolve():
             return
-        for file in (folder / form for name in ours for form in (f"{name}.py", f"{name}/__init__.py")):
-            if file.exists():
+        for finder, name, _ in pkgutil.iter_modules([str(folder)]):
+            if name in ours:
+                file = finder.find_spec(name).origin
                 raise SnugError(f"{file} has the name of a module of snug's; rename it")
 
 
