@@ -201,9 +201,7 @@ class GPT(nn.Module):
         read_weights(places, model)
         return model
 
-    def save_pretrained(self, folder: str | Path, tokenizer=None):
-        """Write a new folder that transformers' AutoModelForCausalLM loads, and AutoTokenizer with a Tokenizer."""
-        save_pretrained(self, folder, tokenizer)
+    save_pretrained = save_pretrained
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
