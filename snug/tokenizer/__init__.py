@@ -33,15 +33,16 @@ from snug.options.typed import Fields
 from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
-OWN_CONFIG = dict(
-    tokenizer_class="PreTrainedTokenizerFast",
-    eos_token=END_OF_TEXT,
-    clean_up_tokenization_spaces=False,
-)
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
-FILES += ("chat_template.jinja", DATE)
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    DATE,
+)
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_VOCAB = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # SHA-256
 GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -124,13 +125,14 @@ class Tokenizer:
 
     def set_template_kwargs(self, variables: dict):
         """Set variables of the chat template, such as {"enable_thinking": False}, for prompts and for `files`."""
-        if variables and self.chat is None:
+        if not variables:
+            return
+        if self.chat is None:
             raise SnugError(
                 f"chat_template_kwargs={variables}: tokenizer={self.name} has no chat template"
             )
-        if variables:
-            self.chat.set_defaults(variables)
-            self.files["chat_template.jinja"] = self.chat.source.encode()
+        self.chat.set_defaults(variables)
+        self.files["chat_template.jinja"] = self.chat.source.encode()
 
     def decode(self, ids: list[int]) -> str:
         """Ids -> text. Special tokens and ids without a token are skipped, and bytes that are not UTF-8 become U+FFFD.
@@ -165,9 +167,14 @@ class Tokenizer:
 
     def save(self, folder: str | Path):
         """Write `files` into the folder; for bytes and gpt2, files of the same tokenizer for `transformers`."""
+        config = dict(
+            tokenizer_class="PreTrainedTokenizerFast",
+            eos_token=END_OF_TEXT,
+            clean_up_tokenization_spaces=False,
+        )
         files = self.files or {
             "tokenizer.json": self.backend.to_str(pretty=True).encode(),
-            "tokenizer_config.json": json.dumps(OWN_CONFIG, indent=1).encode(),
+            "tokenizer_config.json": json.dumps(config, indent=1).encode(),
         }
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +244,12 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if not tokenizer.bos and config.get("add_bos_token") and begin is not None:
         tokenizer.bos = [begin]
 
-    if template := template_of(files, config):
+    template = config.get("chat_template")
+    if isinstance(template, list):  # of several with names the default
+        template = {item["name"]: item["template"] for item in template}.get("default")
+    if "chat_template.jinja" in files:  # a file comes first, as for transformers
+        template = files["chat_template.jinja"].decode()
+    if template:
         if "strftime_now" in template:
             today = datetime.now().date().isoformat().encode()
             # A checkpoint keeps the day of its run, so that its prompts stay the same.
@@ -267,16 +279,6 @@ def stop_ids(backend, values):
             "no added token ends a completion; name one as eos_token in tokenizer_config.json"
         )
     return tuple(dict.fromkeys(known))
-
-
-def template_of(files, config):
-    """-> the chat template or None; a file comes first, as for transformers; of several with names the default."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {item["name"]: item["template"] for item in template}.get("default")
-    return template
 
 
 def read_json(file):
