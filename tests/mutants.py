@@ -387,7 +387,6 @@ MUTANTS = [
     ("product: odd columns meet even ones", "snug/kernels/nf4.py", "tl.dot(high, odd.trans(), total)", "tl.dot(high, even.trans(), total)", "test_layer_kernels.py"),
     ("product: the last part alone", "snug/kernels/nf4.py", "total += tl.load(mine)", "total = tl.load(mine)", "test_layer_kernels.py"),
     ("product: counters are not reset", "snug/kernels/nf4.py", "                tl.store(counters + which, 0)\n", "", "test_layer_kernels.py"),
-    ("product: more rows than counters", "snug/kernels/nf4.py", "assert n <= FEW,", "assert n,", "test_layer_kernels.py"),
     ("product: too few counters", "snug/kernels/nf4.py", "shape[0] // 64 + 2", "shape[0] // 128 + 1", "test_layer_kernels.py"),
     ("product: every part's rows are the first", "snug/kernels/nf4.py", "        row += start\n", "        row += 0\n", "test_layer_kernels.py"),
     ("product: adapters without their scale", "snug/kernels/nf4.py", "total += alpha * adapter(", "total += adapter(", "test_layer_kernels.py"),
