@@ -22,30 +22,23 @@ from gguf import GGUFValueType as Kind
 from snug.options import SnugError
 from snug.options.progress import counted
 from snug.options.typed import Fields
-from snug.pretrained.shapes import ARCHITECTURES, LLAMA3_ROPE, shape_of
+from snug.pretrained.shapes import ARCHITECTURES, GPT2, LLAMA, LLAMA3_ROPE, shape_of
 from snug.pretrained.tensors import entries, look_at_weights, write_json
 from snug.tokenizer.gguf import save_tokenizer
 
-GPT2 = dict(  # config.json's name and the file's, which begins with the architecture
-    n_positions="context_length",
-    n_layer="block_count",
-    n_head="attention.head_count",
-    n_embd="embedding_length",
-    n_inner="feed_forward_length",
-    layer_norm_epsilon="attention.layer_norm_epsilon",
-)
-LLAMA = dict(
-    max_position_embeddings="context_length",
-    num_hidden_layers="block_count",
-    num_attention_heads="attention.head_count",
-    num_key_value_heads="attention.head_count_kv",
-    hidden_size="embedding_length",
-    head_dim="attention.key_length",
-    intermediate_size="feed_forward_length",
-    rms_norm_eps="attention.layer_norm_rms_epsilon",
-    rope_theta="rope.freq_base",
-)
-FAMILIES = dict(gpt2=GPT2, llama=LLAMA, qwen2=LLAMA, qwen3=LLAMA)
+NAMES = {  # the file's, which begin with the architecture, and GPTConfig's
+    "context_length": "block_size",
+    "block_count": "n_layer",
+    "attention.head_count": "n_head",
+    "attention.head_count_kv": "n_kv_head",
+    "embedding_length": "n_embd",
+    "attention.key_length": "head_size",
+    "feed_forward_length": "n_hidden",
+    "attention.layer_norm_epsilon": "norm_eps",
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+FAMILIES = "gpt2", "llama", "qwen2", "qwen3"
 LLAMA3 = 8192, 1.0, 4.0  # LLAMA3_ROPE in all published models; a file has only what follows from it
 TYPES = dict(float32="F32", bfloat16="BF16")  # as gguf and safetensors name them
 PIECE = 2**21  # bytes of the file that are unpacked at a time
@@ -145,7 +138,8 @@ def config_of(file, metadata, tensors) -> dict:
     fields.want("general.architecture", *FAMILIES)
     fields.want("attention.sliding_window", 0)
     fields.want("rope.scaling.type", "none", "linear")
-    config = {theirs: values[key] for theirs, key in FAMILIES[family].items() if key in values}
+    table = GPT2 if family == "gpt2" else LLAMA
+    config = {table.get(ours, ours): values[key] for key, ours in NAMES.items() if key in values}
     config["architectures"], config["model_type"] = [ARCHITECTURES[family]], family
     config["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
     config["tie_word_embeddings"] = "output.weight" not in tensors
