@@ -40,7 +40,6 @@ NAMES = {  # the file's, which begin with the architecture, and GPTConfig's
 }
 FAMILIES = "gpt2", "llama", "qwen2", "qwen3"
 LLAMA3 = 8192, 1.0, 4.0  # LLAMA3_ROPE in all published models; a file has only what follows from it
-TYPES = dict(float32="F32", bfloat16="BF16")  # as gguf and safetensors name them
 PIECE = 2**21  # bytes of the file that are unpacked at a time
 
 
@@ -94,7 +93,8 @@ def convert(file, folder: Path, dtype: str):
     places = places_of(family, shape, tensors)
     write_json(folder / "config.json", config | dict(torch_dtype=dtype))
     save_tokenizer(metadata, folder)
-    kind = gguf.GGMLQuantizationType[TYPES[dtype]]
+    # As gguf and safetensors name them
+    kind = gguf.GGMLQuantizationType["F32" if dtype == "float32" else "BF16"]
     head_size = shape["head_size"] if family == "llama" else 0
     with open(folder / "model.safetensors", "wb") as out:
         write_header(out, places, tensors, kind)
