@@ -52,8 +52,7 @@ class LoRALinear(nn.Module):
             return product(x, self.weight, self.bias, residual, h, B, self.scale)
         if residual is not None and residual.dtype != x.dtype:
             return residual + self.forward(x)  # autocast would round the sum
-        y = Linear.forward(self, x, residual)
-        return add_product(y, h, B.to(h.dtype), self.scale)
+        return add_product(Linear.forward(self, x, residual), h, B.to(h.dtype), self.scale)
 
 
 def add(model: nn.Module, rank: int, alpha: float, targets: list[str]):

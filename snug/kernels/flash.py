@@ -233,8 +233,7 @@ def kernel_shape(q, k, keys: bool = False):
     if DP > 128:
         M //= 2
     M = min(TILE, M)
-    heads = H // k.shape[1]
-    return dict(R=heads, D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
+    return dict(R=H // k.shape[1], D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
 
 
 def common(q, k, v, segments):

@@ -229,7 +229,7 @@ class HeadLogprobs(torch.autograd.Function):
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         options = ctx.options._replace(entropy=dentropy is not None)
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
-            teacher = ctx.teacher if ddivergence is not None else None
+            teacher = None if ddivergence is None else ctx.teacher
             chunks = Chunks(hidden, weight, targets, options, options.entropy, teacher)
             if coefficients is None:
                 coefficients = torch.zeros_like(chunks.lse)

@@ -21,10 +21,9 @@ def ladder(settings, kind, prompt, completion) -> dict:
     prompt, completion: longest, tokens. No value changes results: docs/memory.md.
     """
     tokens = settings.tokens_per_step(prompt, completion)
-    default = logits_budget(0, kind)
     steps = {
         "max_tokens_per_micro_batch": [0, *halves(tokens, prompt + completion - 1)],
-        "logits_chunk_mb": [*map(float, halves(8 * default, 16))],
+        "logits_chunk_mb": [*map(float, halves(8 * logits_budget(0, kind), 16))],
         "max_rollout_batch": [0, *halves(settings.sequences_per_rollout, 1)],
         "checkpoint_blocks": ["none", "selective", "block"],
     }

@@ -38,30 +38,30 @@ class MemoryMeter:
         self.reset()
 
     def __enter__(self):
-        if self.live is not None:
+        if self.live:
             self.live.__enter__()
         return self
 
     def __exit__(self, *error):
-        if self.live is not None:
+        if self.live:
             self.live.__exit__(*error)
 
     def allocated(self):
         """Bytes of live tensors."""
-        return torch.cuda.memory_allocated(self.device) if self.live is None else self.live.current
+        return self.live.current if self.live else torch.cuda.memory_allocated(self.device)
 
     def reserved(self):
         """Bytes held by CUDA's caching allocator; on a CPU the process's resident size."""
-        return torch.cuda.memory_reserved(self.device) if self.live is None else resident_bytes()
+        return resident_bytes() if self.live else torch.cuda.memory_reserved(self.device)
 
     def peak_since_reset(self):
-        return torch.cuda.max_memory_allocated(self.device) if self.live is None else self.live.peak
+        return self.live.peak if self.live else torch.cuda.max_memory_allocated(self.device)
 
     def reset_peak(self):
-        if self.live is None:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
+        if self.live:
             self.live.reset_peak()
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def reset(self):
         """Begin a new iteration."""
@@ -80,7 +80,7 @@ class MemoryMeter:
                 yield
         finally:
             self.now = None
-            if self.live is None:
+            if not self.live:
                 torch.cuda.synchronize(self.device)
             entry = self.phases.setdefault(name, {"peak": 0, "seconds": 0.0})
             entry["seconds"] += time.perf_counter() - started
