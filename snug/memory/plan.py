@@ -121,17 +121,6 @@ class Peak:
         return sum(self.components.values())
 
 
-def record(dry_run, settings, kind, n_layer):
-    """-> [{stretch: Peak} of the device, the same of the host]."""
-    host = Recorder()
-    with PlanningMode(kind, host), PlanMeter(host) as meter:
-        dry_run(settings, n_layer, meter)
-    return [
-        {stretch: Peak(storages) for stretch, (_, storages) in ledger.peaks.items()}
-        for ledger in (meter.live, host)
-    ]
-
-
 def deepen(shallow: Peak, deep: Peak, depth: int):
     """The Peaks of the same stretch at the two DEPTHS -> its Peak at another depth, on the line through both."""
 
@@ -192,8 +181,17 @@ class Plan:
 def plan(dry_run, settings) -> Plan:
     """The Plan of settings.device. dry_run(settings, n_layer, meter) runs init and an iteration of a model so deep."""
     kind, depth = kind_planned(settings.device), dry_run.n_layer
-    depths = DEPTHS if depth > DEPTHS[1] else [depth]
-    recorded = [record(dry_run, settings, kind, n_layer) for n_layer in depths]
+    recorded = []  # by depth: {stretch: Peak} of the device, the same of the host
+    for n_layer in DEPTHS if depth > DEPTHS[1] else [depth]:
+        host = Recorder()
+        with PlanningMode(kind, host), PlanMeter(host) as meter:
+            dry_run(settings, n_layer, meter)
+        recorded.append(
+            [
+                {stretch: Peak(storages) for stretch, (_, storages) in ledger.peaks.items()}
+                for ledger in (meter.live, host)
+            ]
+        )
     device, host = (
         {stretch: deepen(peak, deep[stretch], depth) for stretch, peak in shallow.items()}
         for shallow, deep in zip(recorded[0], recorded[-1], strict=True)
