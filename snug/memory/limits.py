@@ -85,7 +85,15 @@ class Limits:
                 if not is_out_of_memory(error):
                     raise
                 failure = first_line(error)
-            if (failure := self.agreed(failure)) is None:
+            if (
+                failure and self.processes.sharded
+            ):  # the others wait for this process's part of the weights
+                raise SnugError(
+                    f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {failure}; "
+                    "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
+                )
+            failure = self.processes.agreed(failure)  # or another process's
+            if failure is None:
                 return result
             failures += 1
             del result
@@ -93,15 +101,6 @@ class Limits:
             gc.collect()
             empty_cache()
             self.make_smaller(phase, failure, failures, **pieces)
-
-    def agreed(self, failure):
-        """This process's out-of-memory, or another's; None if there was none. Raises SnugError if sharded."""
-        if failure and self.processes.sharded:  # the others wait for this process's part of the weights
-            raise SnugError(
-                f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {failure}; "
-                "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
-            )
-        return self.processes.agreed(failure)
 
     def make_smaller(self, phase, failure, failures, cut=None):
         """Halve the limit of a phase. failures: how often it has run out of memory, one after the other.
