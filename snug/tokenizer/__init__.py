@@ -193,7 +193,16 @@ def get_tokenizer(name: str) -> Tokenizer:
         order = sorted(range(256), key=lambda byte: chr(byte) not in symbols)
         return byte_level(name, dict(zip(symbols, order, strict=True)), [])
     if name == "gpt2":
-        return byte_level(name, *gpt2_files())
+        from tiktoken.load import read_file_cached
+
+        with in_one_line(
+            "the two files of tokenizer=gpt2 cannot be downloaded: set TIKTOKEN_CACHE_DIR to a folder that has them, "
+            "or use --tokenizer=bytes"
+        ):
+            vocab = json.loads(read_file_cached(GPT2 + "encoder.json", GPT2_VOCAB))
+            lines = read_file_cached(GPT2 + "vocab.bpe", GPT2_MERGES).decode().splitlines()
+        # The first line is a version.
+        return byte_level(name, vocab, [tuple(line.split()) for line in lines[1:]])
     folder = Path(name)
     with in_one_line(f"{folder}: has no tokenizer that can be read"):
         files = {file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}
@@ -212,19 +221,6 @@ def byte_level(name, vocab, merges):
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END_OF_TEXT])
     return Tokenizer(name, backend, (backend.token_to_id(END_OF_TEXT),))
-
-
-def gpt2_files():
-    """-> ({token: id}, [(left, right) of each merge])."""
-    from tiktoken.load import read_file_cached
-
-    with in_one_line(
-        "the two files of tokenizer=gpt2 cannot be downloaded: set TIKTOKEN_CACHE_DIR to a folder that has them, "
-        "or use --tokenizer=bytes"
-    ):
-        vocab = json.loads(read_file_cached(GPT2 + "encoder.json", GPT2_VOCAB))
-        lines = read_file_cached(GPT2 + "vocab.bpe", GPT2_MERGES).decode().splitlines()
-    return vocab, [tuple(line.split()) for line in lines[1:]]  # the first line is a version
 
 
 def tokenizer_of(folder, files) -> Tokenizer:
