@@ -517,7 +517,7 @@ MUTANTS = [
     ("sandbox: forks outlive their worker", "snug/sandbox/child.py", "for send in (os.killpg, os.kill):", "for send in (os.kill,):", "test_sandbox.py"),
     ("sandbox: a time limit for each of two messages", "snug/sandbox/child.py", "            message = channel.receive(LONGEST, deadline)", "            message = channel.receive(LONGEST)", "test_sandbox.py"),
     ("sandbox: a conversation never ends", "snug/sandbox/child.py", "Channel(end, seconds), time.monotonic() + seconds", "Channel(end, seconds), time.monotonic() + 20 * seconds", "test_code.py"),
-    ("sandbox: one worker for all conversations", "snug/sandbox/child.py", "talker, values = talker and talker.end(), [None]", "values = [None]", "test_code.py"),
+    ("sandbox: one worker for all conversations", "snug/sandbox/child.py", 'talker, values = talker and talker.end(), [[None, ""]]', 'values = [[None, ""]]', "test_code.py"),
     # snug/sandbox/confine.py
     ("sandbox: the hook opens any file", "snug/sandbox/confine.py", "if not inside or event", "if event", "test_sandbox.py"),
     ("sandbox: dots lead out of a folder", "snug/sandbox/confine.py", ' and "/.." not in path', "", "test_sandbox.py"),

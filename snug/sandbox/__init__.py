@@ -90,7 +90,7 @@ class Sandbox:
         self.request("call", method, tasks, values)
         return values
 
-    def run(self, method: str, tasks: list) -> list[Result]:
+    def run(self, method: str, tasks: list, kind="run") -> list[Result]:
         """Run a method of the target on each list of arguments, confined -> a Result for each.
 
         The method returns text, a number, a boolean or None. Raises SandboxError if the keeper cannot confine workers.
@@ -98,7 +98,7 @@ class Sandbox:
         replies = []
         while len(replies) < len(tasks):
             try:
-                self.request("run", method, tasks[len(replies) :], replies)
+                self.request(kind, method, tasks[len(replies) :], replies)
             except Lost as error:
                 replies.append([None, str(error)])
         return [Result(*reply) for reply in replies]
@@ -111,17 +111,9 @@ class Sandbox:
         on the other side. timeout is that of the conversation as a whole; afterwards the process is killed.
         """
         try:
-            yield partial(self.answer, method)
+            yield lambda message: self.run(method, [message], "ask")[0]
         finally:
-            self.answer(method, None, "end")
-
-    def answer(self, method: str, message, kind="ask") -> Result:
-        replies = []
-        try:
-            self.request(kind, method, [message], replies)
-        except Lost as error:
-            return Result(None, str(error))
-        return Result(*replies[0] or (None, ""))
+            self.run(method, [None], "end")
 
     def request(self, kind: str, method: str, tasks: list, replies: list):
         """Append a reply for each task to `replies`. After an error the keeper is killed: it may still send replies."""

@@ -45,7 +45,7 @@ def keep(file, parent):
                 talker = talker or Worker(partial(talk, method), timeout, confinement)
                 values = map(talker.answer, tasks)
             else:
-                talker, values = talker and talker.end(), [None]
+                talker, values = talker and talker.end(), [[None, ""]]
             for value in values:
                 channel.send([value, ""])
     except Exception as error:
