@@ -68,14 +68,18 @@ def results(method, tasks, seconds, confinement):
 
 
 class Worker:
-    """A fork of the keeper that calls function(confine), which never returns. seconds: of a task, or of a talk."""
+    """A fork of the keeper that confines itself, calls function() and ends. seconds: of a task, or of a talk."""
 
     def __init__(self, function, seconds, confinement):
         end, theirs = socket.socketpair()
         self.channel, self.deadline = Channel(end, seconds), time.monotonic() + seconds
         self.pid = os.fork()
         if self.pid == 0:
-            function(partial(confinement.apply, theirs.fileno(), confinement.layers))
+            try:
+                confinement.apply(theirs.fileno(), confinement.layers)
+                function()
+            finally:
+                os._exit(0)
         theirs.close()
 
     def answer(self, message):
@@ -109,26 +113,18 @@ def result_of(channel, deadline):
     return [None, problem], True
 
 
-def work(method, tasks, confine):
-    """What a worker does: it writes [value, error] for each task. Never returns."""
-    try:
-        confine()
-        for task in tasks:
-            try:
-                say([method(*task), ""])
-            except Exception as error:  # SystemExit and KeyboardInterrupt end the process
-                say([None, described(error)])
-    finally:
-        os._exit(0)
+def work(method, tasks):
+    """What a worker does: it writes [value, error] for each task."""
+    for task in tasks:
+        try:
+            say([method(*task), ""])
+        except Exception as error:  # SystemExit and KeyboardInterrupt end the process
+            say([None, described(error)])
 
 
-def talk(method, confine):
-    """What the worker of a conversation does: method(first message, ask). Never returns."""
-    try:
-        confine()
-        method(heard(), ask)
-    finally:
-        os._exit(0)
+def talk(method):
+    """What the worker of a conversation does."""
+    method(heard(), ask)
 
 
 def ask(text):
