@@ -116,8 +116,8 @@ class MemoryMeter:
 
 
 def mem_line(place, current, reserved, peak, seconds=0):
-    current, reserved, peak = (f"{size / MIB:.1f}MiB" for size in (current, reserved, peak))
-    return f"[MEM] {place}: current={current} reserved={reserved} peak_since_reset={peak}"
+    sizes = f"current={current / MIB:.1f}MiB reserved={reserved / MIB:.1f}MiB"
+    return f"[MEM] {place}: {sizes} peak_since_reset={peak / MIB:.1f}MiB"
 
 
 def resident_bytes():
