@@ -108,25 +108,27 @@ def test_whatever_is_guessed(right, steps, always, monkeypatch):
 
 def test_what_stood_behind_the_last_tokens_is_guessed():
     texts = Drafts([[1, 2, 3]], 4)
-    texts.begin(0, [[7, 7, 8, 9], [7, 7, 4]])
-    texts.follow(0, [7, 7])
-    assert texts.find(0) == (3, [4])  # behind 3 7 7; the second completion is the later one
-    texts.follow(0, [7, 7, 8])
-    assert texts.find(0) == (3, [9])
-    texts.follow(0, [7, 7, 8, 1])
-    assert texts.find(0) == (1, [2, 3, 7, 7, 4])  # the group began with the prompt, and another completion
-    texts.follow(0, [7, 7, 8, 1, 6])
-    assert texts.find(0) == (0, [])
+    texts.follow(0, [7, 7, 8, 9])
+    texts.follow(1, [7, 7, 4])
+    texts.follow(2, [7, 7])
+    assert texts.find(2) == (3, [4])  # behind 3 7 7; the second completion is the later one
+    texts.follow(2, [7, 7, 8])
+    assert texts.find(2) == (3, [9])
+    texts.follow(2, [7, 7, 8, 1])
+    assert texts.find(2) == (1, [2, 3, 7, 7, 8, 1])  # of its own prompt, and on
+    texts.follow(2, [7, 7, 8, 1, 6])
+    assert texts.find(2) == (0, [])
+    texts.follow(0, [7, 7, 8, 9, 6, 5])
+    assert texts.find(2) == (1, [5])
 
 
 def test_groups_share_no_texts():
     texts = Drafts([[1, 2], [3, 1]], 2)
-    texts.begin(0, [[5, 6]])
-    texts.begin(1, [[]])
+    texts.follow(0, [5, 6])
     texts.follow(2, [5])
     assert texts.find(2) == (0, [])
-    texts.follow(0, [5])
-    assert texts.find(0) == (3, [6])
+    texts.follow(1, [5])
+    assert texts.find(1) == (3, [6])
 
 
 def test_guesses_are_read_as_long_as_they_pay(monkeypatch):
@@ -136,13 +138,14 @@ def test_guesses_are_read_as_long_as_they_pay(monkeypatch):
     guesses = {0: (3, [5] * MOST), 1: (1, [6] * MOST)}
     monkeypatch.setattr(texts, "find", lambda sequence: guesses.get(sequence % 2))
 
-    def lengths(sequences, rows):
+    def lengths(sequences, rows, room=99):
         monkeypatch.setattr(drafts, "ROWS", rows)
-        return [len(guess) for guess in texts.guess(sequences)]
+        return [len(guess) for guess in texts.guess(dict.fromkeys(sequences, room))]
 
     assert lengths([0, 1], 1e6) == [MOST, MOST]
     assert lengths([0, 1], 24) == [MOST, 1]
     assert lengths([0, 1], 0.1) == [0, 0]
+    assert lengths([0, 1], 1e6, room=2) == [2, 2] and lengths([0], 1e6, room=0) == [0]
     many = lengths([*range(20)], 1e6)
     assert sum(many) + 20 == MOST_ROWS and set(many[::2]) == {4, 5} and set(many[1::2]) == {0}
 

@@ -281,74 +281,63 @@ class DecodeBatch:
         self.draw(hidden, slice(None))
 
     def step_with_drafts(self) -> bool:
-        """A step that reads guesses too, unless that would not pay. -> was there one?"""
-        active = (self.sequences < self.N).nonzero()[:, 0].cpu().numpy()
-        sequences = self.held[active]
-        drawn = self.steps - self.started + 1
-        for sequence in sequences.tolist():
-            prompt = sequence // self.k
-            if prompt not in self.drafts.places:
-                group = range(prompt * self.k, min((prompt + 1) * self.k, self.next_sequence))
-                texts = [self.tokens[i, : drawn[i]].tolist() for i in group]
-                self.drafts.begin(prompt, texts)
-            tokens = self.tokens[sequence, : drawn[sequence]]
-            self.drafts.follow(sequence, tokens.tolist())
-        guesses = self.drafts.guess(sequences.tolist())
-        longest = max(map(len, guesses), default=0)
-        if not longest:
+        """A step that reads guesses too, unless that would not pay. -> was there one?
+
+        A sequence's tokens are the draws behind its latest token and behind each guess that the draw before gave. What
+        wrong guesses wrote into the cache is behind: a later step overwrites it before anything sees it.
+        """
+        active = (self.sequences < self.N).nonzero()[:, 0].tolist()
+        t = self.steps - self.started  # (N,)
+        room = {}
+        for sequence in self.held[active].tolist():
+            begin = sequence // self.k * self.k
+            for i in range(begin, min(begin + self.k, self.next_sequence)):
+                self.drafts.follow(i, self.tokens[i, : t[i] + 1].tolist())
+            room[sequence] = self.max_new_tokens - 2 - t[sequence]
+        guesses = self.drafts.guess(room)
+        if not any(guesses):
             return False
-        table = np.full((len(self.held), longest), -1)
-        read = np.zeros((len(self.held), 1 + longest), dtype=bool)
-        for slot, guess in zip(active, guesses, strict=True):
-            table[slot, : len(guess)] = guess
-            read[slot, : 1 + len(guess)] = True
-        kept = self.check(table, read).cpu().numpy()[active]
-        self.drafts.count(kept.tolist())
-        self.started[sequences] -= kept
-        self.first_start = min(self.first_start, self.started[sequences].min())
+        drawn, logprobs = self.draw_behind(active, guesses)
+        at, kept = 0, []
+        for slot, sequence, guess in zip(active, room, guesses, strict=True):
+            ids = drawn[at : at + 1 + len(guess)].tolist()
+            right = 0
+            for token, guessed in zip(ids, guess, strict=False):
+                if token != guessed or token in self.stop_tokens:
+                    break
+                right += 1
+            now = t[sequence] + 1 + right
+            self.tokens[sequence, t[sequence] + 1 : now + 1] = drawn[at : at + right + 1]
+            self.logprobs[sequence, t[sequence] + 1 : now + 1] = logprobs[at : at + right + 1]
+            self.t[slot], self.token[slot] = now, ids[right]
+            if now == self.max_new_tokens - 1 or ids[right] in self.stop_tokens:
+                self.sequences[slot] = self.N
+            self.started[sequence] -= right
+            kept.append(right)
+            at += len(ids)
+        self.drafts.count(kept)
+        self.first_start = min(self.first_start, self.started[list(room)].min())
         self.same_t = False
         return True
 
-    def check(self, guesses: np.ndarray, read: np.ndarray) -> torch.Tensor:
-        """Run the model on each slot's latest token and on its guesses (slots, m), and draw behind each of them -> how
-        many guesses the draws gave (slots,). These draws and the next are the sequence's tokens.
-
-        read (slots, 1 + m): False in idle slots and in padding, which is -1. What wrong guesses write into the cache is
-        behind: a later step overwrites it before anything sees it."""
-        m, last = guesses.shape[1], self.max_new_tokens - 1
-        rows = upload(np.flatnonzero(read), self.device)
-        place = torch.arange(1 + m, device=self.device)
-        columns = (self.t[:, None] + place).clamp_(max=last)
+    def draw_behind(self, active: list[int], guesses: list[list[int]]):
+        """Run the model on these slots' latest tokens and on a guess for each -> tokens and log-probs (rows,): one row
+        behind each token that was read, slot by slot."""
+        m, last = max(map(len, guesses)), self.max_new_tokens - 1
+        tokens = self.token[:, None].repeat(1, 1 + m)
+        rows = []
+        for slot, guess in zip(active, guesses, strict=True):
+            tokens[slot, 1 : 1 + len(guess)] = upload(guess, self.device, torch.long)
+            rows += range(slot * (1 + m), slot * (1 + m) + 1 + len(guess))
+        rows = upload(rows, self.device)
+        columns = (self.t[:, None] + torch.arange(1 + m, device=self.device)).clamp_(max=last)
         width = min(self.steps - self.first_start + 1 + m, self.max_new_tokens)
         self.cache.begin_step(columns, width, False, rows)
-        guesses = upload(guesses, self.device)
-        tokens = torch.cat([self.token[:, None], guesses], 1).view(-1, 1)
-        positions = (self.prompt_length[:, None] + columns).view(-1, 1)
-        hidden = self.model(tokens[rows], positions[rows], self.cache)[:, 0]
-        t = (columns + 1).clamp_(max=last)
-        sequences = self.sequences[:, None].expand_as(t)
-        u = self.u[sequences, t].view(-1)
-        drawn, logprobs = torch.full_like(t, -1), torch.zeros_like(u)
-        token, logprobs[rows] = sample_tokens(self.model, hidden, u[rows], **self.sampling)
-        drawn.view(-1)[rows] = token
-        over = self.is_over(drawn, t)
-        right = (drawn[:, :-1] == guesses) & ~over[:, :-1]
-        kept = right.long().cumprod(1).sum(1)  # (slots,)
-        sequences = sequences.masked_fill(place > kept[:, None], self.N)
-        self.tokens[sequences, t] = drawn
-        self.logprobs[sequences, t] = logprobs.view_as(t)
-        latest = kept[:, None]
-        self.t = t.gather(1, latest)[:, 0]
-        self.token = drawn.gather(1, latest)[:, 0].clamp_(min=0)  # -1 in idle slots
-        self.sequences = self.sequences.masked_fill(over.gather(1, latest)[:, 0], self.N)
-        return kept
-
-    def is_over(self, token, t):
-        """Ends a sequence with this as its t-th token, as far as the device knows?"""
-        over = t == self.max_new_tokens - 1
-        for stop in self.stop_tokens:
-            over |= token == stop
-        return over
+        slots, columns = rows // (1 + m), columns.view(-1)[rows]
+        positions = (self.prompt_length[slots] + columns)[:, None]
+        hidden = self.model(tokens.view(-1)[rows][:, None], positions, self.cache)[:, 0]
+        u = self.u[self.sequences[slots], (columns + 1).clamp_(max=last)]
+        return sample_tokens(self.model, hidden, u, **self.sampling)
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> write their next tokens into the tables; retire sequences that end here."""
@@ -356,8 +345,11 @@ class DecodeBatch:
         token, logprob = sample_tokens(self.model, hidden, self.u[sequences, t], **self.sampling)
         self.tokens[sequences, t] = token
         self.logprobs[sequences, t] = logprob
+        over = t == self.max_new_tokens - 1
+        for stop in self.stop_tokens:
+            over |= token == stop
         self.token[slots] = token
-        self.sequences[slots] = sequences.masked_fill(self.is_over(token, t), self.N)
+        self.sequences[slots] = sequences.masked_fill(over, self.N)
 
     def shrink(self, active: np.ndarray):
         """Keep only these slots, rising numbers, and the prompt slots that they read."""
@@ -399,9 +391,10 @@ class DecodeBatch:
             few = min(len(self.held), drafts.ROWS)
             self.shrink(np.arange(few))
             self.cache.assign(self.prompt_slot[self.held // self.k])
-            read = np.arange(few * (1 + MOST)) < MOST_ROWS
-            guesses = np.zeros((few, MOST), dtype=np.int64)
-            self.check(guesses, read.reshape(few, 1 + MOST))
+            rows = MOST_ROWS - few
+            self.draw_behind(
+                range(few), [[0] * min(MOST, max(0, rows - MOST * slot)) for slot in range(few)]
+            )
 
 
 @contextmanager

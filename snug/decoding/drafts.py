@@ -41,31 +41,21 @@ class Drafts:
     def __init__(self, prompts: list[list[int]], k: int):
         self.prompts, self.k = prompts, k
         self.texts = {}  # sequence -> its text
-        self.places = {}  # prompt -> {some tokens: (a text, the place behind them)}
+        self.places = {}  # prompt -> {some tokens: (a sequence, the place behind them in its text)}
         self.kept = np.zeros(LONGEST + 1)
         self.tried = np.zeros(LONGEST + 1)
         self.asked = []  # (tokens found, guess) of the last guesses
 
-    def begin(self, prompt: int, completions: list[list[int]]):
-        """Take up a group: what all of its sequences have drawn."""
-        self.places[prompt] = {}
-        for tokens in completions:
-            self.take_up(prompt, self.prompts[prompt] + tokens, 1)
-
     def follow(self, sequence: int, tokens: list[int]):
-        """Take up what else the sequence has drawn; tokens: all of it."""
+        """Take up what the sequence has drawn; tokens: all of it."""
         prompt = sequence // self.k
-        text = self.texts.setdefault(sequence, [*self.prompts[prompt]])
-        begin = len(text)
-        text += tokens[begin - len(self.prompts[prompt]) :]
-        self.take_up(prompt, text, begin)
-
-    def take_up(self, prompt: int, text: list[int], begin: int):
-        places = self.places[prompt]
+        places = self.places.setdefault(prompt, {})
+        begin = len(self.texts.get(sequence, [0]))  # nothing is before a first token
+        text = self.texts[sequence] = self.prompts[prompt] + tokens
         for place in range(begin, len(text)):
             for n in range(1, min(LONGEST, place) + 1):
                 found = tuple(text[place - n : place])
-                places[found] = text, place
+                places[found] = sequence, place
 
     def find(self, sequence: int) -> tuple[int, list[int]]:
         """-> (how many of the sequence's last tokens stood in the group before, what followed there)."""
@@ -74,17 +64,20 @@ class Drafts:
         for n in range(LONGEST, 0, -1):
             last = tuple(text[-n:])
             if last in places:
-                there, place = places[last]
-                return n, there[place : place + MOST]
+                other, place = places[last]
+                return n, self.texts[other][place : place + MOST]
         return 0, []
 
-    def guess(self, sequences: list[int]) -> list[list[int]]:
-        """-> a guess for each of these sequences, perhaps of no token.
+    def guess(self, room: dict[int, int]) -> list[list[int]]:
+        """-> a guess for each of these sequences, of at most `room` tokens, perhaps of none.
 
         Of all guessed tokens those are read that are likeliest to count, as long as they promise more tokens for the
         cost of the step. If a guess's tokens are right with the chance p each, its m-th counts with the chance p^m.
         """
-        found = [self.find(sequence) for sequence in sequences]
+        found = []
+        for sequence, most in room.items():
+            n, guess = self.find(sequence)
+            found.append((n, guess[:most]))
         chances = (self.kept + 1) / (self.tried + 2)
         row, value = [], []  # of each guessed token
         for i, (n, guess) in enumerate(found):
