@@ -87,7 +87,7 @@ def test_two_thousand_rows(always, monkeypatch):
 @pytest.mark.parametrize("right, steps", [(True, 4), (False, 31)])
 def test_whatever_is_guessed(right, steps, always, monkeypatch):
     """The true tokens: a step for eight of them, the first comes from the prompt. Only wrong ones: a step for each."""
-    model = make_flat_model("llama", block_size=48, **{}).to(**PLAIN)
+    model = make_flat_model("llama", block_size=48).to(**PLAIN)
     prompts = [[1, 2, 3], [4]]
     expected = rows_of(sample_groups(model, prompts, 2, 32, seed=1))
     always.clear()
@@ -104,6 +104,25 @@ def test_whatever_is_guessed(right, steps, always, monkeypatch):
         assert ids == expected_ids
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
     assert always[0].steps == steps
+
+
+def test_a_guess_does_not_go_on_behind_a_stop_token(always, monkeypatch):
+    """What the rows would draw without the stop token is guessed: they end with it nevertheless, and at once."""
+    model = make_flat_model("llama", block_size=48).to(**PLAIN)
+    further = rows_of(sample_groups(model, [[1, 2, 3]], 6, 32, seed=1))
+    always.clear()
+
+    def find(self, sequence):
+        done = len(self.texts[sequence]) - 3
+        return 3, further[sequence][0][done : done + MOST]
+
+    monkeypatch.setattr(Drafts, "find", find)
+    rows = rows_of(sample_groups(model, [[1, 2, 3]], 6, 32, seed=1, stop_token=3))
+    lengths = [len(ids) for ids, _ in rows]
+    assert any(1 < n % 8 for n in lengths) and max(lengths) > 10
+    assert always[0].steps == -(-(max(lengths) - 1) // 8)
+    for i, n in enumerate(lengths):
+        assert rows[i][0] == further[i][0][:n] and not always[0].tokens[i, n:].any()
 
 
 def test_what_stood_behind_the_last_tokens_is_guessed():
