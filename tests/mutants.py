@@ -338,6 +338,7 @@ MUTANTS = [
     # snug/device/cpu.py
     ("products rounded to bfloat16 are float32", "snug/device/cpu.py", "< EXACT * exact.norm()", "< exact.norm()", "test_cpu.py"),
     ("a bias without gradient", "snug/device/cpu.py", "rows.sum(0) if", "None if", "test_cpu.py"),
+    ("a large weight waits for MKL", "snug/device/cpu.py", " or weight.numel() > LARGE_WEIGHT", "", "test_cpu.py"),
     ("small products take oneDNN too", "snug/device/cpu.py", "LARGE = 2**23", "LARGE = 2**5", "test_cpu.py"),
     ("oneDNN stays on after an error", "snug/device/cpu.py", "    try:\n        yield\n    finally:\n", "    yield\n    if True:\n", "test_cpu.py"),
     ("the idle team stays", "snug/device/cpu.py", "            team.end()\n            team = None", "            team = None", "test_cpu.py"),

@@ -51,6 +51,9 @@ def test_only_large_float32_products_leave_f_linear(monkeypatch):
     assert not taken
     cpu.linear(large, weight)
     assert len(taken) == 1
+    for rows in (512, 513):  # of a weight that stays in a cache, and of one that does not
+        cpu.linear(large[:1], torch.randn(2 * rows, 256))
+    assert len(taken) == 2
 
 
 def test_products_rounded_to_bfloat16_are_refused(monkeypatch):

@@ -19,6 +19,8 @@ from snug.device.kinds import is_planned
 
 # Multiplications of a large product: 0.2 ms of a core with MKL. oneDNN compiles code for each new shape in 0.3 ms.
 LARGE = 2**23
+# Numbers of a weight that waits for memory: then oneDNN is faster with any number of rows, with few up to 3 times.
+LARGE_WEIGHT = 2**18
 EXACT = 1e-5  # largest relative error of a float32 product; rounded to bfloat16 it has 2e-3
 # How often a second another process takes a core from us. Alone it is about 20, beside a busy process 200.
 PREEMPTED = 100
@@ -60,7 +62,8 @@ def linear(x, weight, bias=None):
     on_cpu = (
         x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     )
-    if not on_cpu or x.numel() * len(weight) < LARGE:
+    large = x.numel() * len(weight) >= LARGE or weight.numel() > LARGE_WEIGHT
+    if not on_cpu or not large:
         return F.linear(x, weight, bias)
     return Linear.apply(x, weight, bias)
 
