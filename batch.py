@@ -8,7 +8,7 @@ Left out: prompts that share a beginning. Test: pytest tests/test_batch.py
 
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -236,10 +236,7 @@ class Sequences:
     @classmethod
     def from_lists(cls, prompts, completions, device="cpu"):
         """Lists of lists of ids -> Sequences. Completions carry their stop token."""
-        rows = [p + c for p, c in zip(prompts, completions, strict=True)]
-        ends = np.array(list(map(len, rows)))[:, None]
-        tokens = np.zeros((len(rows), ends.max()), dtype=np.int64)
-        tokens[np.arange(ends.max()) < ends] = list(chain.from_iterable(rows))
-        tokens = torch.from_numpy(tokens).to(device)
+        rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         lengths = [torch.tensor(list(map(len, part)), device=device) for part in (prompts, completions)]
         return cls(tokens, *lengths)

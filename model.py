@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from snug.device import cpu
-from snug.kernels.layers import BlockInputs, Embed, Linear, RMSNorm, hold_in_nf4
+from snug.kernels.layers import BlockInputs, Embed, Linear, RMSNorm, Undrawn, hold_in_nf4
 from snug.kernels.rotary import Rotary, rotary_table
 from snug.kernels.segments import Segments, attend
 from snug.kernels.swiglu import SwiGLU
@@ -278,14 +277,6 @@ class GPT(nn.Module):
         if self.config.n_vocab < self.config.vocab_size:
             logits[..., self.config.n_vocab :] = -math.inf
         return logits
-
-
-class Undrawn(TorchFunctionMode):
-    """Modules that are made inside draw no weights."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", "") != "torch.nn.init":
-            return function(*args, **(kwargs or {}))
 
 
 @component("weights")

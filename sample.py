@@ -5,8 +5,7 @@
 A prompt goes through the model once, and its k completions share its keys and values. All groups are decoded in one
 batch; a completion that ends leaves it at once, and one that waits takes its slot (decoding/). Token t of row i is
 drawn with a uniform number that depends on (seed, i, t) alone, so a row does not depend on its neighbours, nor on what
-is guessed of it in advance. In bfloat16 its logits may: products of another number of rows may round otherwise.
-`generate_naive` is the oracle.
+is guessed of it. In bfloat16 its logits may: other products round otherwise. `generate_naive` is the oracle.
 
 With `respond` a completion is an episode of several turns: a tool or an environment answers at the end of a turn. The
 answer is written behind the row's own keys and values, and sampling goes on: nothing is read twice.

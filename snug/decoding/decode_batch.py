@@ -208,16 +208,27 @@ class DecodeBatch:
         draw the next tokens.
 
         The turn's last token is read again: perhaps no step has read it, or later steps followed."""
-        slots, lengths, added = map(np.array, (slots, lengths, list(map(len, replies))))
-        ends, held = lengths + added, self.held[slots]
+        slots = np.array(slots)
+        lengths = np.array(lengths)
+        added = np.array(list(map(len, replies)))
+        ends = lengths + added
+        held = self.held[slots]
         for row, begin, end, reply in zip(held, lengths, ends, replies, strict=True):
             self.tokens[row, begin:end] = upload(reply, self.device)
             self.written[row, begin:end] = True
         self.started[held] = self.steps - ends
         spans = slots, self.prompt_slot[held // self.k], lengths - 1, added + 1
         columns, positions = self.cache.begin_reply(*spans)
-        slots, held, added, ends = upload(np.stack([slots, held, added, ends]), self.device)
-        hidden = self.model(self.tokens[held[:, None], columns], positions, self.cache, last=added)
+        slots = upload(slots, self.device)
+        held = upload(held, self.device)
+        added = upload(added, self.device)
+        ends = upload(ends, self.device)
+        hidden = self.model(
+            self.tokens[held[:, None], columns],
+            positions,
+            self.cache,
+            last=added,
+        )
         self.sequences[slots] = held
         self.t[slots] = ends
         self.draw(hidden[:, 0], slots)
@@ -227,7 +238,9 @@ class DecodeBatch:
         stop = min(self.next_sequence + room, self.N)
         if stop > self.next_prompt * self.k:
             numbers = np.arange(len(self.prompt_slot))
-            stays = np.isin(numbers, self.held // self.k) | (numbers >= self.next_sequence // self.k)
+            needed = np.isin(numbers, self.held // self.k)
+            later = numbers >= self.next_sequence // self.k
+            stays = needed | later
             self.prompt_slot[~stays] = -1
             # The lowest free prompt slots first, so that those in use lie together.
             free = np.setdiff1d(np.arange(len(self.prompt_hidden)), self.prompt_slot)
@@ -286,13 +299,16 @@ class DecodeBatch:
         A sequence's tokens are the draws behind its latest token and behind each guess that the draw before gave. What
         wrong guesses wrote into the cache is behind: a later step overwrites it before anything sees it.
         """
-        active = (self.sequences < self.N).nonzero()[:, 0].tolist()
+        active = self.sequences < self.N
+        active = active.nonzero()[:, 0].tolist()
         t = self.steps - self.started  # (N,)
         room = {}
         for sequence in self.held[active].tolist():
             begin = sequence // self.k * self.k
-            for i in range(begin, min(begin + self.k, self.next_sequence)):
-                self.drafts.follow(i, self.tokens[i, : t[i] + 1].tolist())
+            end = min(begin + self.k, self.next_sequence)
+            for i in range(begin, end):
+                tokens = self.tokens[i, : t[i] + 1]
+                self.drafts.follow(i, tokens.tolist())
             room[sequence] = self.max_new_tokens - 2 - t[sequence]
         guesses = self.drafts.guess(room)
         if not any(guesses):
@@ -306,17 +322,22 @@ class DecodeBatch:
                 if token != guessed or token in self.stop_tokens:
                     break
                 right += 1
-            now = t[sequence] + 1 + right
-            self.tokens[sequence, t[sequence] + 1 : now + 1] = drawn[at : at + right + 1]
-            self.logprobs[sequence, t[sequence] + 1 : now + 1] = logprobs[at : at + right + 1]
-            self.t[slot], self.token[slot] = now, ids[right]
+            first = t[sequence] + 1
+            now = first + right
+            new = slice(first, now + 1)
+            rows = slice(at, at + right + 1)
+            self.tokens[sequence, new] = drawn[rows]
+            self.logprobs[sequence, new] = logprobs[rows]
+            self.t[slot] = now
+            self.token[slot] = ids[right]
             if now == self.max_new_tokens - 1 or ids[right] in self.stop_tokens:
                 self.sequences[slot] = self.N
             self.started[sequence] -= right
             kept.append(right)
             at += len(ids)
         self.drafts.count(kept)
-        self.first_start = min(self.first_start, self.started[list(room)].min())
+        first = self.started[list(room)].min()
+        self.first_start = min(self.first_start, first)
         self.same_t = False
         return True
 
@@ -330,14 +351,29 @@ class DecodeBatch:
             tokens[slot, 1 : 1 + len(guess)] = upload(guess, self.device, torch.long)
             rows += range(slot * (1 + m), slot * (1 + m) + 1 + len(guess))
         rows = upload(rows, self.device)
-        columns = (self.t[:, None] + torch.arange(1 + m, device=self.device)).clamp_(max=last)
-        width = min(self.steps - self.first_start + 1 + m, self.max_new_tokens)
+        place = torch.arange(1 + m, device=self.device)
+        columns = self.t[:, None] + place
+        columns.clamp_(max=last)
+        width = self.steps - self.first_start + 1 + m
+        width = min(width, self.max_new_tokens)
         self.cache.begin_step(columns, width, False, rows)
-        slots, columns = rows // (1 + m), columns.view(-1)[rows]
-        positions = (self.prompt_length[slots] + columns)[:, None]
-        hidden = self.model(tokens.view(-1)[rows][:, None], positions, self.cache)[:, 0]
-        u = self.u[self.sequences[slots], (columns + 1).clamp_(max=last)]
-        return sample_tokens(self.model, hidden, u, **self.sampling)
+        slots = rows // (1 + m)
+        columns = columns.view(-1)[rows]
+        positions = self.prompt_length[slots] + columns
+        read = tokens.view(-1)[rows]
+        hidden = self.model(
+            read[:, None],
+            positions[:, None],
+            self.cache,
+        )
+        after = (columns + 1).clamp_(max=last)
+        u = self.u[self.sequences[slots], after]
+        return sample_tokens(
+            self.model,
+            hidden[:, 0],
+            u,
+            **self.sampling,
+        )
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> write their next tokens into the tables; retire sequences that end here."""
@@ -391,10 +427,12 @@ class DecodeBatch:
             few = min(len(self.held), drafts.ROWS)
             self.shrink(np.arange(few))
             self.cache.assign(self.prompt_slot[self.held // self.k])
-            rows = MOST_ROWS - few
-            self.draw_behind(
-                range(few), [[0] * min(MOST, max(0, rows - MOST * slot)) for slot in range(few)]
-            )
+            guesses, left = [], MOST_ROWS - few
+            for _ in range(few):
+                most = min(MOST, left)
+                guesses.append([0] * most)
+                left -= most
+            self.draw_behind(range(few), guesses)
 
 
 @contextmanager

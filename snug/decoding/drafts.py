@@ -88,9 +88,13 @@ class Drafts:
         tokens = len(found) + np.append(0, value[likeliest]).cumsum()
         rows = len(found) + np.arange(len(tokens))
         speeds = tokens / (1 + rows / ROWS)
-        read = likeliest[: speeds.argmax()]
-        lengths = np.bincount(np.array(row, dtype=int)[read], minlength=len(found))
-        self.asked = [(n, guess[:m]) for (n, guess), m in zip(found, lengths, strict=True)]
+        best = speeds.argmax()
+        read = likeliest[:best]
+        row = np.array(row, dtype=int)
+        lengths = np.bincount(row[read], minlength=len(found))
+        self.asked = []
+        for (n, guess), m in zip(found, lengths, strict=True):
+            self.asked.append((n, guess[:m]))
         return [guess for _, guess in self.asked]
 
     def count(self, kept: list[int]):

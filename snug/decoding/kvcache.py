@@ -141,11 +141,13 @@ class KVCache:
         self.entry_of_pair = torch.tensor(entry_of_pair.ravel(), device=self.device)
         self.pair_of_entry = torch.tensor(pair_of_entry, device=self.device)
         self.prompts_in_use = slice(first, first + len(counts))
-        padding = torch.arange(self.prompt.shape[4], device=self.device) >= self.prompt_lengths[:, None]
+        column = torch.arange(self.prompt.shape[4], device=self.device)
+        padding = column >= self.prompt_lengths[:, None]
         self.prompt_bias = self.bias(padding)[:, None]  # (prompt slots, 1, T_p)
         # A layer's completions are a matrix with rows of D: the row of each slot's first column.
         _, _, S, _, columns, _ = self.completion.shape
-        rows = torch.arange(2 * S * G, device=self.device).view(2, S, G) * columns
+        rows = torch.arange(2 * S * G, device=self.device) * columns
+        rows = rows.view(2, S, G)
         self.first_row = rows[:, :n]  # (2, n, G)
 
     def clear(self, slots: int, columns: int):
@@ -167,12 +169,14 @@ class KVCache:
         self.reply = None
         if uses_triton(self.completion):
             return
-        self.write_at = (self.first_row[..., None] + t[:, None]).view(-1)  # (2 * n * G * S,)
+        write_at = self.first_row[..., None] + t[:, None]
+        self.write_at = write_at.view(-1)  # (2 * n * G * S,)
         if same_t:
             self.cleared = max(self.cleared, columns)  # this step writes the last of them
         else:
             self.clear(len(t), columns)
-            later = torch.arange(columns, device=t.device) > t[..., None]  # (n, S, columns)
+            column = torch.arange(columns, device=t.device)
+            later = column > t[..., None]  # (n, S, columns)
             self.completion_bias = self.bias(later)[:, None, None]
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
@@ -183,14 +187,17 @@ class KVCache:
         step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
         self.clear(self.completion.shape[2], self.completion.shape[4])
-        t, slots, prompt_slots = (upload(values, self.device) for values in (t, slots, prompt_slots))
+        t = upload(t, self.device)
+        slots = upload(slots, self.device)
+        prompt_slots = upload(prompt_slots, self.device)
         width, T_p = self.completion.shape[4], self.prompt.shape[4]
         place = torch.arange(max(lengths), device=self.device)
         columns = (t[:, None] + place).clamp_(max=width - 1)
         prompt_lengths = self.prompt_lengths[prompt_slots, None]
         in_prompt = torch.arange(T_p, device=self.device) < prompt_lengths  # (w, T_p)
         earlier = torch.arange(width, device=self.device) <= columns[..., None]  # (w, R, T_c)
-        sees = torch.cat([in_prompt[:, None].expand(-1, len(place), -1), earlier], 2)
+        in_prompt = in_prompt[:, None].expand(-1, len(place), -1)
+        sees = torch.cat([in_prompt, earlier], 2)
         self.reply = slots, prompt_slots, columns, sees[:, None]
         return columns, prompt_lengths + columns
 
@@ -202,9 +209,12 @@ class KVCache:
         completion = self.completion[layer]
         new = torch.stack([k, v]).permute(1, 3, 0, 2, 4)  # (w, R, 2, G, D)
         completion[:, slots[:, None], :, columns] = new.to(self.dtype)
-        k, v = torch.cat([self.prompt[layer][:, prompt_slots], completion[:, slots]], 3)
+        prompt = self.prompt[layer][:, prompt_slots]
+        k, v = torch.cat([prompt, completion[:, slots]], 3)
         if kind_of(q) == "cuda":  # its fused attention with a mask does not share heads
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            R = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(R, 1)
+            v = v.repeat_interleave(R, 1)
         return F.scaled_dot_product_attention(q.to(self.dtype), k, v, attn_mask=sees, enable_gqa=True)
 
     def attend(self, layer: int, q, k, v, rotary=None):
@@ -231,12 +241,14 @@ class KVCache:
         y = y.view(n, H, S, D).to(self.dtype)
         if self.rows is None:
             return y
-        return y.transpose(1, 2).flatten(0, 1)[self.rows][:, :, None]  # (rows, H, 1, D)
+        y = y.transpose(1, 2).flatten(0, 1)
+        return y[self.rows][:, :, None]  # (rows, H, 1, D)
 
     def by_slot(self, x):
         """x (rows, heads, 1, D) of the tokens that are read -> (n, heads, S, D), zeros where none is."""
         n, S = self.t.shape
-        slots = x.new_zeros(n * S, x.shape[1], x.shape[3])
+        _, heads, _, D = x.shape
+        slots = x.new_zeros(n * S, heads, D)
         slots[self.rows] = x[:, :, 0]
         return slots.unflatten(0, (n, S)).transpose(1, 2)
 
@@ -271,7 +283,14 @@ class KVCache:
         lines, block = -(-n // self.kernel["TILE"]), self.kernel["N"]
         prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, block)
         splits, chunk = attention.split_columns(T_c, n * G, block)
-        parts = torch.empty(n, H, prompt_splits + splits, D, dtype=torch.float32, device=q.device)
+        parts = torch.empty(
+            n,
+            H,
+            prompt_splits + splits,
+            D,
+            dtype=torch.float32,
+            device=q.device,
+        )
         tops = parts.new_empty(parts.shape[:3])
         totals = parts.new_empty(parts.shape[:3])
         y = torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device)

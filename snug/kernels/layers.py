@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from snug.device import cpu
 from snug.device.host import new_on_host
@@ -42,6 +43,14 @@ def add_product(y, x, weight, alpha: float = 1.0):
     """-> y + alpha x W^T; without gradients in y. With them in a copy, as the norm keeps a residual."""
     addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
     return addmm(y.flatten(0, -2), x.flatten(0, -2), weight.t(), alpha=alpha).view_as(y)
+
+
+class Undrawn(TorchFunctionMode):
+    """Modules that are made inside draw no weights."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
