@@ -136,20 +136,9 @@ def sapo_surrogate(ratio, advantages, options, **rest):
     return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
 
 
-def vespo_surrogate(logprobs, old_logprobs, advantages, sequence, lengths, options, **rest):
-    """-stop_gradient(w^k exp(lambda (1 - w))) A logprob, w the product of the sequence's ratios (arXiv 2602.10693)
-    k, lambda by A's sign; with 2 and 3 the weight is .97 at w = 0.4, 1 at 1, .50 at 1.5, .20 at 2
-    """
-    change = logprobs - old_logprobs
-    log_w = sequence_sum(change.detach(), lengths)[sequence]
-    k = torch.where(advantages < 0, options.vespo_k_neg, options.vespo_k_pos)
-    decay = torch.where(advantages < 0, options.vespo_lambda_neg, options.vespo_lambda_pos)
-    weight = torch.exp(k * log_w + decay * (1 - log_w.exp()))  # 1 where w = 1
-    return -weight * advantages * logprobs, torch.zeros_like(weight)
-
-
-SURROGATES = dict(clipped=clipped_surrogate, cispo=cispo_surrogate, sapo=sapo_surrogate)
-SURROGATES |= dict(vespo=vespo_surrogate, own=own_surrogate)
+SURROGATES = dict(
+    clipped=clipped_surrogate, cispo=cispo_surrogate, sapo=sapo_surrogate, own=own_surrogate
+)
 
 
 def token_weights(sequence, lengths, options, num_tokens, num_sequences, num_micro_batches=1):

@@ -191,13 +191,9 @@ class Loss(NamedTuple):
     surrogate: str  # the loss of a token: a function in loss.SURROGATES
     average: str  # how tokens are averaged: loss.token_weights
     needs: dict = {}  # values of other options, as in RULES
-    # Does a token's loss look at its whole sequence? Then the head is computed twice.
-    whole_sequences: bool = False
 
 
 UNCLIPPED = dict(delta=None)
-# It has a sequence's ratio of its own, which has the sampler's log-probs already.
-OF_SEQUENCES = UNCLIPPED | dict(importance_sampling_level="token", importance_sampling_cap=None)
 LOSSES = {
     "dapo": Loss("clipped", "token"),
     "grpo": Loss("clipped", "sequence"),
@@ -206,9 +202,8 @@ LOSSES = {
     "cispo": Loss("cispo", "token", UNCLIPPED),
     "sapo": Loss("sapo", "sequence", UNCLIPPED),
     "luspo": Loss("clipped", "sum", dict(importance_sampling_level="sequence")),
-    "vespo": Loss("vespo", "token", OF_SEQUENCES, whole_sequences=True),
 }
-OWN_LOSS = Loss("own", "token", whole_sequences=True)  # the user's function
+OWN_LOSS = Loss("own", "token")  # the user's function
 
 
 def load_loss(spec: str):
@@ -251,10 +246,6 @@ class LossOptions:
     )
     sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0", minimum=1e-3)
     sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere", minimum=1e-3)
-    vespo_k_pos: float = option(2.0, "vespo: power of small sequence ratios where A > 0")
-    vespo_lambda_pos: float = option(3.0, "vespo: decay for large ratios where A > 0")
-    vespo_k_neg: float = option(3.0, "vespo: power of small sequence ratios where A < 0")
-    vespo_lambda_neg: float = option(2.0, "vespo: decay for large ratios where A < 0")
     entropy_coef: float = option(0.0, "weight of a bonus for the tokens' entropy in nats")
     importance_sampling_cap: float | None = option(
         None,
@@ -283,8 +274,9 @@ class LossOptions:
 
     @property
     def needs_whole_sequences(self) -> bool:
+        """Does a token's loss look at its whole sequence? Then the head is computed twice."""
         levels = self.importance_sampling_level + self.importance_sampling_mode
-        return "sequence" in levels or self.loss.whole_sequences
+        return "sequence" in levels or self.loss is OWN_LOSS
 
 
 class Rule(NamedTuple):

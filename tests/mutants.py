@@ -162,7 +162,6 @@ MUTANTS = [
     ("a sequence's ratio by its sum", "loss.py", "sequence_sum(log_ratio, lengths) / lengths)", "sequence_sum(log_ratio, lengths))", "test_loss.py"),
     ("losses: SAPO's temperatures swapped", "loss.py", "t = torch.where(advantages > 0,", "t = torch.where(advantages < 0,", "test_loss.py"),
     ("losses: LUSPO without its lengths", "loss.py", "return 1 / num_sequences\n", "return 1 / num_tokens\n", "test_loss.py"),
-    ("losses: VESPO's weight differentiated", "loss.py", "change.detach()", "change", "test_loss.py"),
     ("importance upside down", "loss.py", "log_ratio = old_logprobs - sampling_logprobs", "log_ratio = sampling_logprobs - old_logprobs", "test_loss.py"),
     ("importance: masks keep what is below the cap at the cap", "loss.py", "ratio.masked_fill(ratio > cap,", "ratio.masked_fill(ratio > 0,", "test_loss.py"),
     ("importance: a mask truncates", "loss.py", '0 if "mask" in mode else cap', "cap", "test_loss.py"),
@@ -272,8 +271,7 @@ MUTANTS = [
     ("rules: SFT needs what it does not have", "settings.py", "getattr(self, name, needed)", "getattr(self, name, None)", "test_settings.py"),
     # settings.py
     ("epsilon_high ignored", "settings.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
-    ("losses: VESPO by parts of sequences", "settings.py", "OF_SEQUENCES, whole_sequences=True)", "OF_SEQUENCES)", "test_packed.py"),
-    ("losses: your own by parts of sequences", "settings.py", 'Loss("own", "token", whole_sequences=True)', 'Loss("own", "token")', "test_loss.py"),
+    ("losses: your own by parts of sequences", "settings.py", " or self.loss is OWN_LOSS", "", "test_loss.py"),
     ("losses: your own is looked for late", "runs/prepare.py", "settings.loss is OWN_LOSS:", "False:", "test_commands.py"),
     ("importance: of parts of sequences", "settings.py", "self.importance_sampling_level + self.importance_sampling_mode", "self.importance_sampling_level", "test_packed.py"),
     ("a budget cuts what depends on the cut", "settings.py", '== "micro-batch"', '== "none"', "test_plan.py"),

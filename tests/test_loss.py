@@ -108,7 +108,7 @@ def slow_loss(case, logprobs, o):
         )
         mine = [logprobs[i] for i in tokens]
         changes = [m - q for m, q in zip(mine, old, strict=True)]
-        mean, w = sum(changes) / length, cmath.exp(sum(changes)).real
+        mean = sum(changes) / length
         for m, q, r, v in zip(mine, old, ref, sampled, strict=True):
             ratio = cmath.exp(mean if o["importance_sampling_level"] == "sequence" else m - q)
             if o["loss_type"] == "cispo":
@@ -117,9 +117,6 @@ def slow_loss(case, logprobs, o):
             elif o["loss_type"] == "sapo":
                 t = o["sapo_temperature_pos" if A > 0 else "sapo_temperature_neg"]
                 token = -4 * A / t / (1 + cmath.exp(-t * (ratio - 1)))
-            elif o["loss_type"] == "vespo":
-                k, decay = (o[f"vespo_{name}_{'pos' if A > 0 else 'neg'}"] for name in ("k", "lambda"))
-                token = -(w**k) * math.exp(decay * (1 - w)) * A * m
             else:
                 candidates = (clip(ratio, 0, o["delta"] or math.inf) * A, clip(ratio, 1 - o["epsilon"], 1 + high) * A)
                 token = -min(candidates, key=lambda x: x.real)
@@ -132,7 +129,7 @@ def slow_loss(case, logprobs, o):
             weight = o["beta"] * (ratio if o["kl_estimator"] == "k3" else 1)
             token += weight * (cmath.exp(d) - d - 1)
             k3s += (cmath.exp(d) - d - 1).real
-            divisor = dict.fromkeys(("dapo", "cispo", "vespo"), case["num_tokens"])
+            divisor = dict.fromkeys(("dapo", "cispo"), case["num_tokens"])
             divisor |= dict.fromkeys(("grpo", "sapo"), case["num_sequences"] * length)
             divisor |= dict(luspo=case["num_sequences"], bnpo=len(logprobs) * o["num_micro_batches"])
             divisor |= dict(dr_grpo=case["num_sequences"] * o["max_new_tokens"])
@@ -156,7 +153,6 @@ def make_case(lengths, seed=0, spread=0.4):
 
 OPTIONS = dict(epsilon=0.2, epsilon_high=None, delta=None, beta=0.0, kl_estimator="k3", cap=None)
 OPTIONS |= dict(max_new_tokens=12, num_micro_batches=3, sapo_temperature_pos=0.75, sapo_temperature_neg=1.25)
-OPTIONS |= dict(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
 VARIANTS = {
     "plain": {},
     "asymmetric, masked importance": dict(epsilon_high=0.28, cap=1.1, mode="token_mask"),
@@ -193,7 +189,7 @@ def test_policy_loss_equals_the_loop(loss_type, level, variant):
     expected, clips, k3 = slow_loss(case, logprobs, options)
     assert float(value) == pytest.approx(expected.real, abs=1e-12)
     assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7)
-    assert (clips == 0) == (loss_type in ("sapo", "vespo"))
+    assert (clips == 0) == (loss_type == "sapo")
     assert float(metrics["kl"]) == pytest.approx(k3, abs=1e-12)
     steps = ([x + 1e-30j * (i == j) for j, x in enumerate(logprobs)] for i in range(33))
     slow = [slow_loss(case, step, options)[0].imag / 1e-30 for step in steps]
@@ -229,9 +225,9 @@ def test_the_tokens_of_a_sequence_may_come_in_parts():
     """As the head's chunks do, which cut anywhere: with the lengths and counts of all."""
     case = make_case([5, 1, 9, 3])
     case.pop("sampling_logprobs")
-    for loss_type in {*LOSS_TYPES} - {"vespo"}:
+    for loss_type in LOSS_TYPES:
         options = dict(loss_type=loss_type, beta=0.04, max_new_tokens=12, epsilon_high=1.3, num_micro_batches=2)
-        assert not LOSSES[loss_type].whole_sequences
+        assert not GRPOSettings(loss_type=loss_type).needs_whole_sequences
         whole, _ = policy_loss(**case, **options)
         total = 0.0
         for rows in (slice(0, 7), slice(7, 18)):
@@ -306,8 +302,6 @@ def test_the_worked_numbers_of_soft_and_sequence_losses():
     assert worked("dapo", two, 1.0) == (-1.1, 0, -0.5)
     assert worked("sapo", two, 1.0) == (-(2.4898 + 2) / 2, -0.705, -0.5)
     assert worked("sapo", half, -1.0) == ((1.4148 + 1.9048) / 2, 0.2339, 0.5)
-    assert worked("vespo", two, 1.0) == (0.502, -0.251, -0.251)
-    assert worked("vespo", [1e3, 0.0], 1.0) == (0, 0, 0) == worked("vespo", [-1e3, 0.0], -1.0)
     assert worked("luspo", two, 1.0, importance_sampling_level="sequence") == (-2.4, 0, 0)
 
 

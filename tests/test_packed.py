@@ -86,7 +86,6 @@ VARIANTS = {
     "gspo of bnpo": dict(loss_type="bnpo", importance_sampling_level="sequence", mask_truncated_completions=True),
     "sapo": dict(loss_type="sapo", sapo_temperature_neg=2.0, beta=0.1),
     "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.05),
-    "vespo": dict(loss_type="vespo", vespo_lambda_pos=1.0, beta=0.1, mask_truncated_completions=True),
     "token mask": dict(importance_sampling_cap=1.1, importance_sampling_mode="token_mask"),
     "sequence mask": dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1),
     "sequence truncate": dict(

@@ -318,7 +318,6 @@ REFUSED = {
     "--loss_type=cispo": "epsilon_high=None is the largest ratio of cispo; try --epsilon_high=5",
     "--loss_type=cispo --epsilon_high=0.5": "epsilon_high=0.5 is the largest ratio of cispo",
     "--loss_type=luspo": "loss_type=luspo does not support importance_sampling_level=token; use --importance_sampling_level",
-    "--loss_type=vespo --importance_sampling_cap=2": "loss_type=vespo does not support importance_sampling_cap=2.0; use",
     "--loss_type=sapo --delta=2": "loss_type=sapo does not support delta=2.0; use --delta=None",
     "--importance_sampling_mode=token_mask": "importance_sampling_mode=token_mask needs a cap; use",
     "--multi_objective_aggregation=normalize_then_sum --scale_rewards=none": "_sum does not support scale_rewards=none; use",

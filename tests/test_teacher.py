@@ -227,7 +227,7 @@ def test_sampled_advantages_by_hand():
 
 
 @plain_only
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo"])
 def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     """Beside every loss: the gradient for the divergence is teacher_coef times that of a token's weight."""
     level = "sequence" if loss_type == "luspo" else "token"
@@ -242,7 +242,7 @@ def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     arguments = logprobs, logprobs + 0.1, torch.zeros(3, dtype=F64), sequence, lengths
     loss, metrics = policy_loss(*arguments, options=options, divergence=apart, **counts)
     loss.backward()
-    weights = dict.fromkeys(("dapo", "cispo", "vespo"), [1 / 20] * 9) | dict(bnpo=[1 / 9] * 9, luspo=[1 / 4] * 9)
+    weights = dict.fromkeys(("dapo", "cispo"), [1 / 20] * 9) | dict(bnpo=[1 / 9] * 9, luspo=[1 / 4] * 9)
     weights |= dict.fromkeys(("grpo", "sapo"), [1 / 20] * 5 + [1 / 4] + [1 / 12] * 3)
     weights["dr_grpo"] = [1 / 48] * 9
     assert apart.grad.tolist() == pytest.approx([0.3 * weight for weight in weights[loss_type]])
@@ -352,7 +352,7 @@ def teacher_at_home(teacher):
 
 @plain_only
 @pytest.mark.parametrize("name, options", [
-    ("jsd", dict(importance_sampling_level="sequence", entropy_coef=0.1)), ("sampled", dict(loss_type="vespo")),
+    ("jsd", dict(importance_sampling_level="sequence", entropy_coef=0.1)),
     ("sampled", dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1)),
     ("jsd", dict(mask_truncated_completions=True, loss_type="grpo")),
     ("jsd", dict(reward_coef=0.0)),
