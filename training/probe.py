@@ -25,7 +25,7 @@ from data.scores import pass_at, powers, wilson
 from evaluate import is_right, pass_reward
 from runs.hints import hints
 from runs.log import finite, write_whole
-from runs.page.runs import PHASES
+from runs.page.runs import PHASES, logged
 from snug.memory.plan import plan
 from snug.options import in_one_line, plain
 from snug.options.progress import counted, say
@@ -94,9 +94,7 @@ def means_of(records: list[dict]) -> dict[str, float]:
     """The log's figures: means, but the most memory, and times without the first iteration, which is slow."""
     means = {}
     for name in dict.fromkeys(name for record in records for name in record):
-        counted_in = records[1:] if name.startswith("time_") else records
-        values = [record.get(name) for record in counted_in]
-        values = [value for value in values if isinstance(value, int | float)]
+        values = logged(records[1:] if name.startswith("time_") else records, name)
         average = max if name.startswith("mem_") else fmean
         if values:
             means[name] = average(values)
@@ -111,9 +109,7 @@ def rates_of(groups: list[list[dict]], prepared) -> dict[str, list[float]]:
     scored = any(reward is not None for reward in column(completions, "reward"))
     if scored:
         least = pass_reward(prepared)
-        right = []
-        for group in groups:
-            right.append(sum(is_right(reward, least) for reward in column(group, "reward")))
+        right = [sum(is_right(each["reward"], least) for each in group) for group in groups]
         for size in powers(k):
             rates[f"pass@{size}"] = fmean(pass_at(size, k, count) for count in right)
         for name in completions[0]["rewards"]:
@@ -154,10 +150,8 @@ def signs(completions: list[dict], prepared) -> dict[str, float]:
     turns = [turn for each in completions for turn in each.get("messages", ())]
     calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
     if calls:
-        failed = sum(column(completions, "tool_errors"))
-        signs["failed_calls"] = failed / calls
-    columns = column(completions, "columns")
-    answers = [str(row.get("answer", "")) for row in columns]
+        signs["failed_calls"] = sum(column(completions, "tool_errors")) / calls
+    answers = [str(row.get("answer", "")) for row in column(completions, "columns")]
     if all(answers):
         found = []
         for answer, each in zip(answers, completions, strict=True):
