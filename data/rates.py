@@ -73,10 +73,8 @@ def share_teaching(counts: list[tuple[int, int]], k: int):
     shares = teaching(A, B, k)
     order = shares.argsort()
     below = weights[order].cumsum()
-    low = order[(below < 0.025).sum()]
-    high = order[(below < 0.975).sum()]
-    mean = weights @ shares
-    return float(mean), float(shares[low]), float(shares[high])
+    low, high = shares[order][below.searchsorted([0.025, 0.975])]
+    return float(weights @ shares), float(low), float(high)
 
 
 def prospects(counts: list[tuple[int, int]]) -> str:
