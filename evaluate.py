@@ -256,15 +256,12 @@ def compare(options: EvaluateSettings, models: list[Prepared], file: Path | None
 
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
-    summaries, samples = [], []
+    evaluated = []
     generators = generator_state()  # an environment may draw from them
     for each in models:
         restore_generators(generators)
-        summary, of_model = run_evaluation(loaded(each, options), each, options)
-        summaries.append(summary)
-        samples.append(of_model)
-    a, b = summaries
-    ours, theirs = samples
+        evaluated.append(run_evaluation(loaded(each, options), each, options))
+    (a, ours), (b, theirs) = evaluated
     figures = comparison(ours, theirs)
     records = [dict(a=a, b=b, comparison=figures)]
     lines = [*table(a), *table(b), *verdict(figures)]
@@ -290,8 +287,7 @@ def add_logprobs(name: str, prepared: Prepared, pairs: list[dict], options: Eval
     model = loaded(prepared, options)
     parted = [pair for pair in pairs if pair["at"] is not None]
     for pair in counted(parted, "partings", "probabilities"):
-        a, b = pair["a"], pair["b"]
-        at = pair["at"]
+        a, b, at = pair["a"], pair["b"], pair["at"]
         ids = prepared.encode(a["prompt"]) + a["ids"][:at]
         with autocast(prepared.settings.dtype, model):
             tokens = torch.tensor([ids], device=model.device)

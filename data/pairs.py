@@ -57,10 +57,8 @@ def compared(pairs: list[tuple[dict, dict]], name: str) -> dict:
     """
     values = defaultdict(list)
     for a, b in pairs:
-        prompt = json.dumps(a["prompt"])
-        values[prompt].append([a[name], b[name]])
-    means = [np.mean(each, axis=0) for each in values.values()]
-    means = np.array(means)  # (P, 2)
+        values[json.dumps(a["prompt"])].append([a[name], b[name]])
+    means = np.array([np.mean(each, axis=0) for each in values.values()])  # (P, 2)
     a, b = means.mean(axis=0).tolist()
     d = means @ [-1, 1]
     up = int((d > 0).sum())
@@ -137,8 +135,7 @@ def pairs_of(ours: list[dict], theirs: list[dict], decode) -> list[dict]:
     pairs = []
     for a, b in zip(ours, theirs, strict=True):
         both = zip(a["ids"], b["ids"], strict=False)
-        differ = [place for place, (x, y) in enumerate(both) if x != y]
-        at = differ[0] if differ else None
+        at = next((place for place, (x, y) in enumerate(both) if x != y), None)
         pair = dict(
             at=at,
             flip=b["right"] - a["right"],
@@ -146,8 +143,7 @@ def pairs_of(ours: list[dict], theirs: list[dict], decode) -> list[dict]:
             b=b,
         )
         if at is not None:
-            pair["shared"] = decode(a["ids"][:at])
-            shared = pair["shared"]
+            shared = pair["shared"] = decode(a["ids"][:at])
             texts = [decode(each["ids"][: at + 1]) for each in (a, b)]
             pair["tokens"] = [text[len(shared) :] or "<end>" for text in texts]
         pairs.append(pair)

@@ -56,24 +56,19 @@ def main(settings: ForkSettings, given: set[str], folder: str):
         raise SnugError(f"{folder} ends after {run.max_iters} iterations; go on: --max_iters={at + 20}")
 
     place = settings.out_dir if "out_dir" in given else f"{Path(folder)}-at{at}"
-    others = {name: changed[name] for name in changed if name not in OF_BOTH}
-    other = []
-    for name, value in others.items():
-        shown = ",".join(map(str, value)) if isinstance(value, list) else value
-        other.append(f"{name}={shown}")
-    of_both = {name: changed[name] for name in OF_BOTH & given}
-    arms = {"same": of_both}
-    name = ",".join(other).replace("/", "_") or "same"
-    arms[name] = changed
+    of_both, other = {}, []
+    for name, value in changed.items():
+        if name in OF_BOTH:
+            of_both[name] = value
+        else:
+            shown = ",".join(map(str, value)) if isinstance(value, list) else value
+            other.append(f"{name}={shown}")
+    arms = {"same": of_both, ",".join(other).replace("/", "_") or "same": changed}
     for seed in range(run.seed, run.seed + settings.seeds):
         for name, options in arms.items():
             branch = Path(place, f"{name}-seed{seed}")
             copy_start(starts[at], branch)
-            own = dict(
-                seed=seed,
-                resume=str(branch),
-            )
-            train(branch, options | own, run.max_iters)
+            train(branch, options | dict(seed=seed, resume=str(branch)), run.max_iters)
     patterns = [f"{shlex.quote(f'{place}/{name}')}-*" for name in arms]
     say(f"next: python report.py {' '.join(patterns)}")
 

@@ -34,8 +34,7 @@ def verdict(runs: list[Run]) -> list[str]:
     first, *others = [*arms.values()] or [[]]
     for arm in others:
         lines += compared(first, arm)
-    suspicions = map(suspicion, runs)
-    return lines + list(filter(None, suspicions))
+    return lines + list(filter(None, map(suspicion, runs)))
 
 
 def but_luck(settings: dict) -> dict:
@@ -73,27 +72,21 @@ def compared(first: list[Run], second: list[Run]) -> list[str]:
     for name in changed:
         before, after = a.settings.get(name, was[name]), b.settings.get(name, now[name])
         lines[1] += f", {name} is {after}, not {before}"
-    others = PROMPTS | {"reward_funcs"} if score_name(a) == "eval_reward_mean" else PROMPTS
+    prompts, others = a.settings["eval_prompts"], PROMPTS
+    if score_name(a) == "eval_reward_mean":
+        prompts, others = 0, PROMPTS | {"reward_funcs"}
     if others & {*changed}:
         return [*lines, "B - A: their scores are of other prompts or reward_funcs"]
     of_a, of_b = map(last_scores, (first, second))
-    both = [seed for seed in of_a if seed in of_b]
-    pairs = [(of_a[seed], of_b[seed]) for seed in both]
+    pairs = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
     if not pairs:
         pairs = list(zip(of_a.values(), of_b.values(), strict=False))
-    prompts = a.settings["eval_prompts"]
-    if score_name(a) == "eval_reward_mean":
-        prompts = 0
     return [*lines, f"{score_name(a)}: {difference(pairs, prompts)}"]
 
 
 def last_scores(arm: list[Run]) -> dict[int, float]:
     """-> {seed: the last held-out score}."""
-    scores = {}
-    for run in arm:
-        seed = run.settings["seed"]
-        scores[seed] = held_out(run)[-1]
-    return scores
+    return {run.settings["seed"]: held_out(run)[-1] for run in arm}
 
 
 def difference(pairs: list[tuple[float, float]], prompts: int) -> str:

@@ -81,7 +81,7 @@ MUTANTS = [
     ("rates: the first reward is the usual one", "data/rates.py", "max(times.values(), default=0)", "next(iter(times.values()), 0)", "test_rates.py"),
     ("rates: the usual reward is known", "data/rates.py", "np.logaddexp(one, other)", "one", "test_rates.py"),
     ("rates: all others teach", "data/rates.py", "    return 1 - all_others - none", "    return 1 - none", "test_rates.py"),
-    ("rates: an interval of half the level", "data/rates.py", "(below < 0.025)", "(below < 0.25)", "test_rates.py"),
+    ("rates: an interval of half the level", "data/rates.py", "[0.025, 0.975]", "[0.25, 0.975]", "test_rates.py"),
     # data/reasoning_gym.py
     ("gym: any score is right", "data/reasoning_gym.py", "score >= RIGHT", "score > 0", "test_gym.py"),
     # data/rewards.py
@@ -91,7 +91,7 @@ MUTANTS = [
     # data/pairs.py
     ("pairs: one side of the coin", "data/pairs.py", "min(1.0, 2 * tail / 2**n)", "min(1.0, tail / 2**n)", "test_pairs.py"),
     ("pairs: signs as large as what was seen do not count", "data/pairs.py", "abs(d.sum()) - TINY", "abs(d.sum()) + TINY", "test_pairs.py"),
-    ("pairs: a repeated prompt is two", "data/pairs.py", "values[prompt]", "values[len(values)]", "test_pairs.py"),
+    ("pairs: a repeated prompt is two", "data/pairs.py", 'values[json.dumps(a["prompt"])]', "values[len(values)]", "test_pairs.py"),
     ("pairs: greedy answers as all others", "data/pairs.py", 'if pairs[0][0]["greedy"] and name == "right":', "if False:", "test_pairs.py"),
     ("pairs: prompts for a power of a half", "data/pairs.py", "(Z + Z80) * spread", "Z * spread", "test_pairs.py"),
     ("pairs: the verdict on greedy answers", "data/pairs.py", 'if name.endswith("right"):', 'if name == "greedy right":', "test_pairs.py"),
@@ -200,7 +200,7 @@ MUTANTS = [
     # runs/export.py
     ("PEFT: adapters on adapters", "runs/export.py", ' or base.state["weights"][1]', "", "test_adapters.py"),
     # runs/fork.py
-    ("fork: each branch has the run's seed", "runs/fork.py", "                seed=seed,", "                seed=run.seed,", "test_fork.py"),
+    ("fork: each branch has the run's seed", "runs/fork.py", "dict(seed=seed, ", "dict(seed=run.seed, ", "test_fork.py"),
     ("fork: a branch of an earlier run counts", "runs/fork.py", "if there != before:", "if False:", "test_fork.py"),
     ("fork: Ctrl-C ends the command before the branch", "runs/fork.py", "        signal.signal(signal.SIGINT, lambda *_: None)", "        pass", "test_fork.py"),
     ("fork: after a stopped branch the next one", "runs/fork.py", "if code or not is_done(branch, end):", "if code:", "test_fork.py"),
