@@ -93,9 +93,6 @@ class Code(FileTask):
         row = value | dict(prompt=prompt, head=head, setup=setup, names=names, tests=tests)
         return row | dict(solution=value.get("canonical_solution") or value.get("code", ""))
 
-    def identity(self, row):
-        return row["prompt"]
-
     def demonstration(self, row, rng):
         if self.settings.chat:
             return f"```python\n{row['head']}{row['solution']}\n```"
@@ -172,6 +169,6 @@ def called(code: str) -> list[str]:
     nodes = list(ast.walk(ast.parse(code)))
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     names = {function.id for function in calls if isinstance(function, ast.Name)}
-    made = {getattr(node, "name", "") for node in nodes} | {getattr(n, "asname", "") for n in nodes}
+    made = {getattr(node, field, "") for node in nodes for field in ("name", "asname")}
     made |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return sorted(names - made - {*dir(builtins)})

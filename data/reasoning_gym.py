@@ -87,9 +87,6 @@ class ReasoningGym(Task):
             return None
         return {"prompt": made["question"] + REQUEST, "item": item, "answer": made["answer"]}
 
-    def identity(self, row):
-        return row["prompt"]
-
     def demonstration(self, row, rng):
         return f"<answer>{row['answer']}</answer>"
 
