@@ -32,10 +32,9 @@ def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
     loader = jinja2.FileSystemLoader(HERE)
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     charts = charts_of(runs)
-    rollouts = []
-    for run in runs:
-        if run.samples:
-            rollouts.append(dict(run=str(run.folder), samples=run.samples, every=run.every))
+    rollouts = [
+        dict(run=str(run.folder), samples=run.samples, every=run.every) for run in runs if run.samples
+    ]
     for run in runs:
         for file in sorted(run.folder.glob("evaluation-*-pairs.jsonl")):
             pairs = islice(read_lines(file), 1, MOST_PAIRS + 1)
