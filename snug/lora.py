@@ -99,3 +99,24 @@ def merge(model: nn.Module) -> nn.Module:
         if isinstance(layer, Linear | LoRALinear):
             layer.weight.data = layer.weight.to(model.embedding.weight.dtype)
     return model.requires_grad_(True)
+
+
+@contextmanager
+def cached_casts(model: torch.nn.Module):
+    """Keep bfloat16 copies from step to step: of adapters, and autocast's of frozen weights. Autocast does so only for
+    weights that require a gradient, so here they do."""
+    for layer in adapted(model):
+        A, B = layer.lora_A.to(model.compute_dtype), layer.lora_B
+        # The product of a matrix in NF4 casts B itself.
+        layer.cast = A, B if isinstance(layer.weight, NF4) else B.to(A.dtype)
+    casts = torch.is_autocast_enabled(model.device.type)
+    frozen = [p for p in model.parameters() if casts and not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for layer in adapted(model):
+            layer.cast = None

@@ -299,8 +299,8 @@ MUTANTS = [
     ("drafts: wrong guesses are not counted", "snug/decoding/drafts.py", "min(right + 1, len(guess))", "right", "test_drafts.py"),
     ("drafts: all groups share their texts", "snug/decoding/drafts.py", "places = self.places[sequence // self.k]", "places = self.places[0]", "test_drafts.py"),
     # snug/decoding/decode_batch.py
-    ("LoRA: adapters are cast in every step", "snug/decoding/decode_batch.py", "        layer.cast = A,", "        _ = A,", "test_lora.py"),
-    ("LoRA: the trainer has the sampler's copies", "snug/decoding/decode_batch.py", "            layer.cast = None\n", "            pass\n", "test_lora.py"),
+    ("LoRA: adapters are cast in every step", "snug/lora.py", "        layer.cast = A,", "        _ = A,", "test_lora.py"),
+    ("LoRA: the trainer has the sampler's copies", "snug/lora.py", "            layer.cast = None\n", "            pass\n", "test_lora.py"),
     ("signs of life: completions that go on do not count", "snug/decoding/decode_batch.py", " + int(tokens) // self.max_new_tokens", "", "test_progress.py"),
     ("prompts read ahead are forgotten", "snug/decoding/decode_batch.py", "stays = needed | later", "stays = needed", "test_sample.py"),
     ("positions one too far", "snug/decoding/decode_batch.py", "(self.prompt_length + self.t)", "(self.prompt_length + self.t + 1)", "test_sample.py"),

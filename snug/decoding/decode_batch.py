@@ -23,7 +23,6 @@ Test: pytest tests/test_sample.py
 """
 
 import math
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -38,8 +37,6 @@ from snug.decoding.turns import Turns
 from snug.device.cuda import upload
 from snug.device.kinds import kind_of
 from snug.kernels import uses_triton
-from snug.kernels.nf4 import NF4
-from snug.lora import adapted
 from snug.options.progress import counted
 
 # Tokens of prompts that are prefilled at a time. On a CPU their activations then stay in its caches.
@@ -173,7 +170,9 @@ class DecodeBatch:
             self.held[over] = self.N
             return
         waits = np.isin(self.held, list(self.turns.waiting))
-        slots = np.flatnonzero((self.held < self.N) & ~waits & (over | bool(self.turns.is_over)))
+        active = self.held < self.N
+        may_be_over = over | bool(self.turns.is_over)
+        slots = np.flatnonzero(active & ~waits & may_be_over)
         sequences = self.held[slots]
         rows = self.tokens[upload(sequences, self.device)].cpu().numpy()
         drawn = np.minimum(self.steps - self.started[sequences] + 1, self.max_new_tokens)
@@ -433,27 +432,6 @@ class DecodeBatch:
                 guesses.append([0] * most)
                 left -= most
             self.draw_behind(range(few), guesses)
-
-
-@contextmanager
-def cached_casts(model: torch.nn.Module):
-    """Keep bfloat16 copies from step to step: of adapters, and autocast's of frozen weights. Autocast does so only for
-    weights that require a gradient, so here they do."""
-    for layer in adapted(model):
-        A, B = layer.lora_A.to(model.compute_dtype), layer.lora_B
-        # The product of a matrix in NF4 casts B itself.
-        layer.cast = A, B if isinstance(layer.weight, NF4) else B.to(A.dtype)
-    casts = torch.is_autocast_enabled(model.device.type)
-    frozen = [p for p in model.parameters() if casts and not p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(False)
-        for layer in adapted(model):
-            layer.cast = None
 
 
 def as_tuple(stop_token):

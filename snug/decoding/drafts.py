@@ -29,7 +29,8 @@ ROWS = 24
 def may_pay(model) -> bool:
     """Does a step wait for the model's weights? And is it plain torch? The kernels read one token per slot."""
     waits = sum(p.nbytes for p in model.parameters()) > CACHED
-    return waits and not uses_triton(model.lm_head_weight)
+    plain = not uses_triton(model.lm_head_weight)
+    return waits and plain
 
 
 class Drafts:
@@ -53,7 +54,8 @@ class Drafts:
         begin = len(self.texts.get(sequence, [0]))  # nothing is before a first token
         text = self.texts[sequence] = self.prompts[prompt] + tokens
         for place in range(begin, len(text)):
-            for n in range(1, min(LONGEST, place) + 1):
+            most = min(LONGEST, place)
+            for n in range(1, most + 1):
                 found = tuple(text[place - n : place])
                 places[found] = sequence, place
 
