@@ -34,7 +34,7 @@ def may_pay(model) -> bool:
 
 
 class Drafts:
-    """The texts of the groups that go on, and how many guesses were right: kept of tried, by how many tokens were found.
+    """The texts of the groups that go on, and how many guesses were right: kept of tried, by the tokens found.
 
     A text is a prompt and what one of its sequences has drawn.
     """

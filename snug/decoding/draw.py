@@ -96,8 +96,8 @@ def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0):
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
     The token is the one whose interval of the cumulative distribution contains u; at temperature 0 it is the likeliest,
-    with its log-prob at temperature 1. Rows of hidden go through the head some at a time, so that the logits and what is
-    computed from them take chunk_mb MiB (0: see logits_budget).
+    with its log-prob at temperature 1. Rows of hidden go through the head some at a time, so that the logits and what
+    is computed from them take chunk_mb MiB (0: see logits_budget).
     """
     N, vocab_size = len(hidden), model.config.vocab_size
     if temperature > 0 and uses_triton(hidden):
