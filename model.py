@@ -50,6 +50,9 @@ class GPTConfig:
     norm: str = "layernorm"  # | "rmsnorm"
     norm_eps: float = 1e-5
     position: str = "learned"  # | "rotary"
+    # > 0: a token sees so many tokens, itself included, except in every full_every-th layer, where it sees all
+    sliding_window: int = 0
+    full_every: int = 0  # 0: all layers slide
     rope_theta: float = 10000.0
     rope_factor: float = 1.0  # positions are divided by it: all of them, or by Llama 3.1's rule, below
     # > 0: Llama 3.1's rule. Wavelengths longer than original / low are stretched, wavelengths shorter than original /
@@ -83,6 +86,11 @@ class GPTConfig:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if low >= high:
             raise ValueError(f"rope_low_freq_factor={low} must be below rope_high_freq_factor={high}")
+
+    def window(self, layer: int) -> int:
+        """-> how many tokens a token sees in this layer, itself included; 0: all before it."""
+        full = self.full_every and (layer + 1) % self.full_every == 0
+        return 0 if full else self.sliding_window
 
 
 def autocast(dtype: str, model: "GPT") -> torch.autocast:
@@ -126,7 +134,7 @@ class Attention(nn.Module):
                 q, k = (Rotary.apply(x, *rotary, x.shape[1:2])[0] for x in (q, k))
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
-            y = attend(q, k, v, mask)
+            y = attend(q, k, v, mask, self.config.window(self.layer))
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 

@@ -166,7 +166,7 @@ class Batch:
             row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
 
 
-def attend(q, k, v, mask=None):
+def attend(q, k, v, mask=None, window: int = 0):
     """q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D). H / G query heads share a key head.
 
     mask: Segments (B = 1), or booleans, broadcast to (B, H, T, T). Default: causal. Right padding needs no mask: a
