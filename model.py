@@ -1,16 +1,16 @@
 """The GPT: blocks, and activation checkpointing by block.
 
-One class covers GPT-2 (layer norm, learned positions, GELU, biases) and the Llama/Qwen family (RMS norm, rotary
-positions, SwiGLU, grouped-query attention): a `GPTConfig` says which. `forward` returns hidden states, never logits: a
-(B, T, V) tensor would be the largest in GRPO, so callers compute logits only for the rows that they need (logprobs/).
+One class covers GPT-2 (layer norm, learned positions, GELU, biases) and what came from Llama (RMS norm, rotary
+positions, gated MLPs, grouped-query attention): a `GPTConfig` (snug/shape.py) says what a model has. `forward` returns
+hidden states, never logits: a (B, T, V) tensor would be the largest in GRPO, so callers compute logits only for the rows
+that they need (logprobs/).
 
-Left out: dropout (the sampler and the trainer must be the same function), sliding windows, mixture of experts.
+Left out: dropout (the sampler and the trainer must be the same function), mixture of experts.
 Test: pytest tests/test_model.py
 """
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,78 +19,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from snug.device import cpu
+from snug.kernels.gated import GatedUnit
 from snug.kernels.layers import BlockInputs, Embed, Linear, RMSNorm, Undrawn, hold_in_nf4
 from snug.kernels.rotary import Rotary, rotary_table
 from snug.kernels.segments import Segments, attend
-from snug.kernels.swiglu import SwiGLU
 from snug.memory.ledger import COMPONENTS, component
 from snug.options import in_one_line
 from snug.pretrained.hub import local_folder
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
+from snug.shape import GPTConfig
 
 COMPONENTS[__name__] = "activations"  # the name in --plan's table
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """A model's shape. Raises ValueError for numbers that do not fit together; their readers check each value."""
-
-    vocab_size: int  # rows of the embedding and of the head
-    # Ids of the tokenizer; ids from n_vocab on are padding and have probability 0. 0: vocab_size
-    n_vocab: int = 0
-    block_size: int = 1024  # longest sequence, tokens
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768  # C
-    n_kv_head: int = 0  # key/value heads, each shared by n_head / n_kv_head query heads. 0: n_head
-    head_size: int = 0  # 0: n_embd / n_head
-    # 0: 4 C for gelu; 8/3 C for swiglu, which gives the same number of weights, rounded up to a multiple of 8
-    n_hidden: int = 0
-    norm: str = "layernorm"  # | "rmsnorm"
-    norm_eps: float = 1e-5
-    position: str = "learned"  # | "rotary"
-    # > 0: a token sees so many tokens, itself included, except in every full_every-th layer, where it sees all
-    sliding_window: int = 0
-    full_every: int = 0  # 0: all layers slide
-    rope_theta: float = 10000.0
-    rope_factor: float = 1.0  # positions are divided by it: all of them, or by Llama 3.1's rule, below
-    # > 0: Llama 3.1's rule. Wavelengths longer than original / low are stretched, wavelengths shorter than original /
-    # high are not, others are interpolated.
-    rope_original_block_size: int = 0
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    mlp: str = "gelu"  # | "swiglu"
-    bias: bool = False  # in linear layers and layer norms (GPT-2)
-    qkv_bias: bool = False  # in the query/key/value projection alone (Qwen2)
-    proj_bias: bool = False  # in attention's output projection (Llama's attention_bias: both)
-    qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
-    tie_embeddings: bool = True
-
-    def __post_init__(self):
-        if not self.head_size and self.n_embd % self.n_head:
-            raise ValueError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
-        derived = dict(
-            n_vocab=self.vocab_size,
-            n_kv_head=self.n_head,
-            head_size=self.n_embd // self.n_head,
-            n_hidden=-(-self.n_embd * 8 // 24) * 8 if self.mlp == "swiglu" else 4 * self.n_embd,
-        )
-        for name, value in derived.items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
-        if self.n_vocab > self.vocab_size:
-            raise ValueError(f"n_vocab={self.n_vocab} is more than vocab_size={self.vocab_size}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if low >= high:
-            raise ValueError(f"rope_low_freq_factor={low} must be below rope_high_freq_factor={high}")
-
-    def window(self, layer: int) -> int:
-        """-> how many tokens a token sees in this layer, itself included; 0: all before it."""
-        full = self.full_every and (layer + 1) % self.full_every == 0
-        return 0 if full else self.sliding_window
 
 
 def autocast(dtype: str, model: "GPT") -> torch.autocast:
@@ -101,7 +41,7 @@ def autocast(dtype: str, model: "GPT") -> torch.autocast:
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
     if config.norm == "rmsnorm":
-        return RMSNorm(size, eps=config.norm_eps)
+        return RMSNorm(size, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
     return nn.LayerNorm(size, eps=config.norm_eps, bias=config.bias)
 
 
@@ -113,22 +53,25 @@ class Attention(nn.Module):
         self.heads = [c.n_head, c.n_kv_head, c.n_kv_head]
         self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_size, bias=c.bias or c.qkv_bias)
         self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias or c.proj_bias)
-        self.q_norm = make_norm(c, c.head_size) if c.qk_norm else None
-        self.k_norm = make_norm(c, c.head_size) if c.qk_norm else None
+        q_size, k_size = (heads if c.qk_norm_joint else 1 for heads in self.heads[:2])
+        self.q_norm = make_norm(c, q_size * c.head_size) if c.qk_norm else None
+        self.k_norm = make_norm(c, k_size * c.head_size) if c.qk_norm else None
 
-    def forward(self, x, residual, rotary=None, cache=None, mask=None):
-        """x, residual (B, T, C) -> residual + attention of x.
+    def forward(self, x, residual=None, rotary=None, cache=None, mask=None):
+        """x, residual (B, T, C) -> attention of x, + residual if there is one.
 
         A KVCache takes prompts of T tokens, then one token per step."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2)
         q, k, v = qkv.split(self.heads, 1)  # (B, heads, T, D)
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
+        if self.config.query_scale != 1:
+            q = q * self.config.query_scale
         if cache is not None and cache.prefill_slots is None:
             y = cache.attend(self.layer, q, k, v, rotary)
         else:
-            if rotary is not None and self.q_norm is None:
+            if rotary is not None and self.q_norm is None and self.config.query_scale == 1:
                 q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place: attention keeps no copies
             elif rotary is not None:
                 q, k = (Rotary.apply(x, *rotary, x.shape[1:2])[0] for x in (q, k))
@@ -138,30 +81,54 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 
+def norm_heads(norm, x):
+    """Norm each head of x (B, heads, T, D), or with a norm of heads * D numbers all heads of a token together."""
+    B, heads, T, D = x.shape
+    if norm.weight.shape[0] == D:
+        return norm(x)
+    x = norm(x.transpose(1, 2).reshape(B, T, heads * D))
+    return x.view(B, T, heads, D).transpose(1, 2)
+
+
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.gated = config.mlp == "swiglu"
-        self.up = Linear(config.n_embd, config.n_hidden * (2 if self.gated else 1), bias=config.bias)
+        self.kind, gated = config.mlp, config.mlp != "gelu"
+        self.up = Linear(config.n_embd, config.n_hidden * (2 if gated else 1), bias=config.bias)
         self.down = Linear(config.n_hidden, config.n_embd, bias=config.bias)
 
-    def forward(self, x, residual):  # (B, T, C) each -> residual + MLP of x
+    def forward(self, x, residual=None):  # (B, T, C) each -> MLP of x, + residual if there is one
         x = self.up(x)
-        return self.down(SwiGLU.apply(x) if self.gated else F.gelu(x, approximate="tanh"), residual)
+        if self.kind == "gelu":
+            return self.down(F.gelu(x, approximate="tanh"), residual)
+        return self.down(GatedUnit.apply(x, self.kind == "geglu"), residual)
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.norm_1, self.attention = make_norm(config, config.n_embd), Attention(config, layer)
-        self.norm_2, self.mlp = make_norm(config, config.n_embd), MLP(config)
+
+        def norm_if(present):
+            return make_norm(config, config.n_embd) if present else None
+
+        self.norm_1, self.attention = norm_if(config.pre_norm), Attention(config, layer)
+        self.norm_2, self.mlp = norm_if(config.pre_norm), MLP(config)
+        self.post_norm_1, self.post_norm_2 = norm_if(config.post_norm), norm_if(config.post_norm)
 
     def forward(self, x, rotary=None, cache=None, mask=None, last=None):
         """x (B, T, C) -> (B, T, C); with last (B,), row last[b] of sequence b alone: (B, 1, C)."""
-        x = self.attention(self.norm_1(x), x, rotary, cache, mask)
+        x = add(self.attention, self.norm_1, self.post_norm_1, x, rotary, cache, mask)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last][:, None]
-        return self.mlp(self.norm_2(x), x)
+        return add(self.mlp, self.norm_2, self.post_norm_2, x)
+
+
+def add(half, norm, post_norm, x, *context):
+    """-> x + half of a block, with a norm before it, behind it, or both."""
+    y = x if norm is None else norm(x)
+    if post_norm is None:
+        return half(y, x, *context)  # the product adds
+    return x + post_norm(half(y, None, *context))
 
 
 class GPT(nn.Module):
@@ -179,7 +146,8 @@ class GPT(nn.Module):
         self.norm = make_norm(config, config.n_embd)
         tied = config.tie_embeddings
         self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.rotary = None  # cos, sin of the positions used so far (`extend_rotary`); not saved
+        # {kind of rope: cos, sin of the positions used so far} (`angles`); not saved
+        self.rotary = {}
         self.init_weights()
 
     def init_weights(self):
@@ -247,26 +215,32 @@ class GPT(nn.Module):
             x = Embed.apply(tokens, weight)  # (B, T, C)
         else:  # a streamed model's embedding may be on the host
             x = self.embedding(tokens.to(weight.device)).to(tokens.device)
-        rotary = None
+        if self.config.embedding_scale != 1:
+            x.mul_(torch.tensor(self.config.embedding_scale, dtype=x.dtype))  # rounds as x does
         if self.position is not None:
             x = x + self.position(positions)
-        else:
-            length = T if cache is None else cache.max_length
-            length = mask.longest if isinstance(mask, Segments) else length
-            self.extend_rotary(length, tokens.device)
-            rotary = [table[positions][:, None] for table in self.rotary]  # (B, 1, T, D) each
+        length = T if cache is None else cache.max_length
+        length = mask.longest if isinstance(mask, Segments) else length
+        angles = self.angles(positions, length)
         inputs = BlockInputs()
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
             block_last = last if block is self.blocks[-1] else None
+            rotary = angles.get(self.config.rope(layer))
             x = self.run_block(block, x, rotary, cache, mask, block_last, inputs)
         return self.norm(x)
 
-    def extend_rotary(self, length: int, device):
-        """Make the rotary tables for positions below `length`. For a block_size of 131,072 they would take 64 MiB."""
-        if self.rotary is None or len(self.rotary[0]) < length or self.rotary[0].device != device:
-            length = min(self.config.block_size, 2 ** math.ceil(math.log2(length)))
-            with torch.inference_mode(False):  # training reads the tables that sampling makes
-                self.rotary = rotary_table(self.config, length, device)
+    def angles(self, positions, length: int) -> dict:
+        """positions (B, T) below length -> {kind of rope: cos, sin (B, 1, T, rotary size)}.
+
+        Tables are made as they are needed. For a block_size of 131,072 they would take 64 MiB."""
+        kinds = {self.config.rope(layer) for layer in range(self.config.n_layer)} - {""}
+        for kind in kinds:
+            cos = self.rotary.get(kind, [()])[0]
+            if len(cos) < length or cos.device != positions.device:
+                size = min(self.config.block_size, 2 ** math.ceil(math.log2(length)))
+                with torch.inference_mode(False):  # training reads the tables that sampling makes
+                    self.rotary[kind] = rotary_table(self.config, size, positions.device, kind)
+        return {kind: [table[positions][:, None] for table in self.rotary[kind]] for kind in kinds}
 
     def run_block(self, block, x, rotary, cache, mask, last, inputs):
         """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention."""

@@ -32,7 +32,7 @@ from snug.kernels.segments import Segments
 SHAPES = {"1.5B": QWEN_15B, "7B": QWEN_7B}
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
 # where kernels are launched by `launch`; in flash.py if not `nothing_to_do`
-LAUNCH = "snug.kernels.rotary", "snug.kernels.swiglu", "snug.kernels.nf4", "snug.decoding.kvcache"
+LAUNCH = "snug.kernels.rotary", "snug.kernels.gated", "snug.kernels.nf4", "snug.decoding.kvcache"
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
 
 
@@ -150,7 +150,7 @@ def run(what, n_layer, rows, tokens, model, lora_rank, base_dtype) -> Count:
         flash.nothing_to_do = lambda tensor: counted(count)
         for name in LAUNCH:
             sys.modules[name].launch = launched(count)
-        model.extend_rotary(max(tokens, PROMPT_WIDTH + WIDTH), model.device)
+        model.angles(torch.zeros(1, 1, dtype=torch.long, device=model.device), max(tokens, PROMPT_WIDTH + WIDTH))
         if what == "decode":
             cache = kvcache.KVCache(
                 model.config, PROMPTS, PROMPT_WIDTH, rows, WIDTH, torch.bfloat16, "cpu", rows // PROMPTS

@@ -406,8 +406,8 @@ MUTANTS = [
     ("padding's gradient is not zeroed", "snug/kernels/segments.py", "inputs[0].transpose(1, 2).flatten(0, 1)[batch.padding] = 0", "pass", "test_segments.py"),
     ("log-sums joined by the larger", "snug/kernels/segments.py", "torch.logaddexp(lse", "torch.maximum(lse", "test_segments.py"),
     ("tiles see the row's first prompt", "snug/kernels/segments.py", "completions.append((first, last, begin, middle,", "completions.append((first, last, 0, middle,", "test_segments.py"),
-    # snug/kernels/swiglu.py
-    ("gpu: SwiGLU's gradient without the gate's slope", "snug/kernels/swiglu.py", "sigmoid * (1 + gate * (1 - sigmoid))", "sigmoid", "test_layer_kernels.py"),
+    # snug/kernels/gated.py
+    ("gpu: SwiGLU's gradient without the gate's slope", "snug/kernels/gated.py", "sigmoid * (1 + gate * (1 - sigmoid) * slope)", "sigmoid", "test_layer_kernels.py"),
     # snug/logprobs/divergence.py
     ("teacher: forward and reverse swapped", "snug/logprobs/divergence.py", 'if name == "forward_kl":\n        return', 'if name == "reverse_kl":\n        return', "test_teacher.py"),
     ("teacher: the gradient without its mean", "snug/logprobs/divergence.py", "gradient = p * (gap - own[:, None])", "gradient = p * gap", "test_teacher.py"),

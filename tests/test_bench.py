@@ -223,7 +223,7 @@ REPLACED += ["train_sft.demonstrations", "snug.device.cpu.stays_float32", "snug.
 REPLACED += ["snug.kernels.layers.LeanRMSNorm", "snug.decoding.kvcache.launch"]
 REPLACED += [
     "snug.kernels.flash.nothing_to_do",
-    *(f"snug.kernels.{name}.launch" for name in ("rotary", "swiglu", "nf4")),
+    *(f"snug.kernels.{name}.launch" for name in ("rotary", "gated", "nf4")),
 ]
 
 

@@ -161,7 +161,7 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     def forward_step(batch):
         buffers = [batch.sequences, batch.t, batch.token, batch.prompt_length, batch.tokens, batch.logprobs, batch.u]
         cache = batch.cache
-        buffers += [cache.completion, cache.prompt, cache.prompt_lengths, cache.tiles, cache.counters]
+        buffers += [cache.completions[0].both, cache.prompt, cache.prompt_lengths, cache.tiles, cache.counters]
         addresses.setdefault(len(batch.sequences), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
         original(batch)
         assert batch.cache.t.data_ptr() == batch.t.data_ptr()

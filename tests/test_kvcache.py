@@ -18,7 +18,7 @@ def make_cache(
     """-> a cache with its prompts read and garbage in own columns, its config, the prompts' keys and values."""
     config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
     cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size)
-    cache.completion.fill_(float("nan"))  # what was in the memory
+    cache.completions[0].both.fill_(float("nan"))  # what was in the memory
     torch.manual_seed(1)
     cache.begin_prefill(list(range(prompt_slots)), list(lengths))
     prompts = torch.randn(config.n_layer, 2, prompt_slots, kv_heads, T_p, D, dtype=dtype, device=DEVICE)
@@ -101,9 +101,9 @@ def test_one_row_a_prompt(lengths):
 def test_slots_and_places_that_are_kept_keep_their_tokens():
     cache, config, prompts = make_cache()
     run_rows(cache, config, prompts, RAGGED[:2], 1e-12)
-    before, columns = cache.completion.clone(), 2
+    before, columns = cache.completions[0].both.clone(), 2
     cache.compact(np.array([0, 2, 4]), np.array([0, 2]), columns)
-    assert cache.completion[1, :, :3, :, :columns].equal(before[1][:, [0, 2, 4], :, :columns])
+    assert cache.completions[0].both[1, :, :3, :, :columns].equal(before[1][:, [0, 2, 4], :, :columns])
     assert cache.prompt.equal(prompts[:, :, [0, 2]]) and cache.prompt_lengths.tolist() == [9, 1]
     kept = [(0, 0), (2, 1), (4, 1)]  # row, place now
     q, k, v = (torch.randn(3, heads, 1, 8, dtype=torch.float64, device=DEVICE) for heads in (4, 2, 2))
@@ -127,8 +127,8 @@ def test_errors_are_those_of_rounding(shape, dtype):
     dtype = torch.float16 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no products of bfloat16
     cache, config, prompts = make_cache(dtype, **shape)
     assert shape is A_FEW or cache.kernel["M"] == (16 if dtype == torch.float32 else 32)
-    own, n = cache.completion.normal_().clone(), shape["slots"]
-    cache.cleared = shape["T_c"]
+    own, n = cache.completions[0].both.normal_().clone(), shape["slots"]
+    cache.completions[0].cleared = shape["T_c"]
     place, t = [s % 3 for s in range(n)], [5 * s % shape["T_c"] for s in range(n)]
     q, k, v = (torch.randn(n, heads, 1, shape["D"], dtype=dtype, device=DEVICE) for heads in (shape["heads"], 2, 2))
     y = step(cache, place, t, q, k, v)

@@ -2,6 +2,7 @@
 
 As in test_kernels.py, the tests of values run again in Triton's interpreter, and on CUDA."""
 
+import math
 import re
 import subprocess
 import sys
@@ -31,11 +32,11 @@ from model import make_model as new_model
 from snug import lora
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
+from snug.kernels import gated, nf4, rotary, triton
 from snug.kernels import layers as lean
-from snug.kernels import nf4, rotary, swiglu, triton
+from snug.kernels.gated import GatedUnit
 from snug.kernels.nf4 import NF4, Quantized
 from snug.kernels.rotary import Rotary, rotate
-from snug.kernels.swiglu import SwiGLU
 from snug.memory.ledger import LiveBytes
 
 DEQUANTIZE_TORCH = nf4.dequantize_torch
@@ -50,7 +51,7 @@ def test_values_in_the_interpreter(request):
 
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
-    forbid_plain_torch(monkeypatch, (rotary, "rotate"), (swiglu, "forward_torch"), (swiglu, "backward_torch"))
+    forbid_plain_torch(monkeypatch, (rotary, "rotate"), (gated, "forward_torch"), (gated, "backward_torch"))
 
 
 def assert_rounded(value, exact, dtype):
@@ -110,12 +111,13 @@ def test_rotary_rotates_and_back(B, T, sizes, D, dtype):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# SwiGLU.
+# SwiGLU and GeGLU.
 
 
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1500), (0, 8)])
-def test_swiglu_and_its_gradient(shape, dtype):
+def test_a_gated_unit_and_its_gradient(shape, dtype, gelu):
     *rows, n = shape
     leaf = torch.randn(*rows, 2 * n, device=DEVICE).mul_(3)
     if leaf.numel():
@@ -124,7 +126,8 @@ def test_swiglu_and_its_gradient(shape, dtype):
     leaf = leaf.to(dtype).requires_grad_()
     exact, dy = leaf.detach().double().requires_grad_(), torch.randn(*rows, n, device=DEVICE).to(dtype)
     gate, up = exact.chunk(2, -1)
-    expected, y = gate * torch.sigmoid(gate) * up, SwiGLU.apply(leaf)
+    z = 2 * (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3) if gelu else gate
+    expected, y = gate * torch.sigmoid(z) * up, GatedUnit.apply(leaf, gelu)
     expected.backward(dy.double())
     y.backward(dy.transpose(0, -1).contiguous().transpose(0, -1))
     rounded = 1 if KERNELS else 3  # plain torch rounds silu, too, and what it is multiplied by
@@ -297,11 +300,11 @@ class PlainRotary:
         return tuple(part if i == 2 else rotate(part, cos, sin) for i, part in enumerate(x.split(sizes, 1)))
 
 
-class PlainSwiGLU:
+class PlainGatedUnit:
     @staticmethod
-    def apply(x):
+    def apply(x, gelu):
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 
 
 @pytest.mark.parametrize(
@@ -318,7 +321,7 @@ def test_the_models_gradient_is_that_of_plain_autograd(qk_norm, adapters, checkp
             torch.nn.init.normal_(module.lora_B, std=0.3)
     ours = loss_and_gradients(model, tokens)
     monkeypatch.setattr(gpt, "Rotary", PlainRotary)
-    monkeypatch.setattr(gpt, "SwiGLU", PlainSwiGLU)
+    monkeypatch.setattr(gpt, "GatedUnit", PlainGatedUnit)
     assert_same(ours, loss_and_gradients(model, tokens))
 
 
@@ -402,7 +405,7 @@ def planned_forward(kind, dtype, autocast=False, **changes):
     shape = LLAMA | dict(vocab_size=8, n_head=6, n_kv_head=2, n_embd=96, proj_bias=False) | changes
     with PlanningMode(kind, Ledger()), LiveBytes() as live, Ops() as ops:
         model, tokens = new_model(shape, "cpu", dtype), torch.zeros(2, 16, dtype=torch.long)
-        model.extend_rotary(16, tokens.device)
+        model.angles(tokens, 16)
         before = live.current
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             hidden = model(tokens)
@@ -470,8 +473,9 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
         (rotary.rotary_kernel, dict(M=16, DP=64, BACK=False), ("T",), strides | {"D"}, 128),
         (rotary.rotary_kernel, dict(M=16, DP=64, BACK=True), ("T",), strides | {"D", "heads"}, 128),
         (rotary.rotary_kernel, dict(M=1, DP=64, BACK=True), ("T", "heads"), strides | {"D"}, 128),
-        (swiglu.swiglu_kernel, dict(BLOCK=1024, dy=None), ("blocks",), {"n"}, 64),
-        (swiglu.swiglu_kernel, dict(BLOCK=1024), ("blocks",), {"n"}, 64),
+        (gated.gated_kernel, dict(BLOCK=1024, dy=None, GELU=False), ("blocks",), {"n"}, 64),
+        (gated.gated_kernel, dict(BLOCK=1024, GELU=False), ("blocks",), {"n"}, 64),
+        (gated.gated_kernel, dict(BLOCK=1024, GELU=True), ("blocks",), {"n"}, 64),
     ):
         for equal_to_one in ((), ones):
             chosen = constants | {name: 1 for name in equal_to_one if name in kernel.arg_names}

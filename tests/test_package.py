@@ -49,7 +49,7 @@ assert losses[9] < losses[0] - 0.01, losses
 sizes = []
 head_loss(model(tokens), model.head.weight, targets, lambda logprobs, rows: sizes.append(len(logprobs)) or logprobs.sum(), chunk_size=24)
 assert max(sizes) <= 24 and sum(sizes) == 64, sizes
-import snug.kernels.swiglu, snug.decoding.decode_batch, snug.lora, snug.pretrained.tensors, snug.sandbox, snug.tokenizer
+import snug.kernels.gated, snug.decoding.decode_batch, snug.lora, snug.pretrained.tensors, snug.sandbox, snug.tokenizer
 print(snug.__file__)
 """
 

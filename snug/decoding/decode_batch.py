@@ -102,7 +102,15 @@ class DecodeBatch:
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width, dtype = max(map(len, prompts)), model.compute_dtype
         self.cache = KVCache(
-            model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k
+            model.config,
+            prompt_slots,
+            width,
+            slots,
+            max_new_tokens,
+            dtype,
+            self.device,
+            k,
+            keep_all=ask is not None,
         )
         self.prompt_hidden = torch.zeros(
             prompt_slots, model.config.n_embd, dtype=dtype, device=self.device
@@ -110,7 +118,7 @@ class DecodeBatch:
         self.prompts_at_once = max(1, PREFILL_TOKENS[self.kind] // width)
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
-        self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.completion))
+        self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.prompt))
         self.drafts = Drafts(prompts, k) if drafts.may_pay(model) else None
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)

@@ -8,18 +8,20 @@ On CUDA a layer takes one Triton kernel (attention.py): it rotates, writes to th
 slot's length on the device, so one CUDA graph serves every step. Elsewhere plain torch does it; it is the kernel's
 oracle.
 
-Left out: paging (a slot is as long as the longest completion may be), sliding windows, quantised caches.
+Left out: paging (a slot is as long as the longest completion may be), quantised caches.
 Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
 """
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from snug.decoding import attention
+from snug.decoding.drafts import MOST
 from snug.device.cuda import upload
 from snug.device.kinds import kind_of
 from snug.kernels import LOG2_OF_E, launch, uses_triton
@@ -27,12 +29,55 @@ from snug.kernels.rotary import rotate
 from snug.memory.ledger import component
 
 
+class Completions:
+    """The completions' keys and values in the layers that see the same window.
+
+    both    (layers, 2, slots, G, W, D): token t of a completion is in column t % W
+
+    Without a window, and where that is no shorter, W is T_c, the longest completion. With one W is the window and MOST
+    columns more. Then what a step writes behind a slot's latest token, right guesses or wrong, is never in a column that
+    a window still needs. The age of column c for a token t is (t - c) % W. The token sees it if the age is less than the
+    window, and not more than t: nothing is before token 0. With a window of 3, MOST 2 and t = 7:
+
+        column  0 1 2 3 4
+        token   5 6 7 3 4
+        age     2 1 0 4 3       columns 0, 1 and 2 are seen
+    """
+
+    def __init__(self, window: int, slots: int, width: int, keep_all: bool, new):
+        """window: 0 if the layers see all. new(make, slots, columns) -> a tensor for these layers."""
+        self.window = window
+        self.width = width if keep_all or not window else min(width, window + MOST)
+        self.both = new(torch.empty, slots, self.width)
+        self.cleared = 0  # columns
+
+    def clear(self, slots: int, columns: int):
+        """Zero these columns, if not all are written, of the first slots; later calls have no more of them.
+
+        Plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN. Memory that is not used is not touched:
+        to zero all at first was a tenth of a rollout.
+        """
+        if columns > self.cleared:
+            end = columns + 15
+            self.both[:, :, :slots, :, self.cleared : end] = 0
+            self.cleared = end
+
+    def sees(self, t, columns: int):
+        """t (..., 1): numbers of tokens -> (..., columns) boolean: does it see this column?"""
+        age = (t - torch.arange(columns, device=t.device)) % self.width
+        return (age <= t) & (age < self.window) if self.window else age <= t
+
+    def sees_prompt(self, position, T_p: int):
+        """position (..., 1) of tokens behind a prompt -> (..., T_p) boolean: is this column within the window?"""
+        return position - torch.arange(T_p, device=position.device) < self.window
+
+
 @component("KV cache")
 class KVCache:
     """Keys and values. G is n_kv_head, H n_head, R = H / G, D head_size.
 
-    prompt      (n_layer, 2, prompt slots, G, T_p, D)   a prompt in each slot, right-padded
-    completion  (n_layer, 2, slots, G, T_c, D)          a completion in each slot; column t is its t-th token
+    prompt        (n_layer, 2, prompt slots, G, T_p, D)   a prompt in each slot, right-padded
+    completions   {window: Completions}                   a completion in each slot
 
     Slot s reads prompt slot `prompt_slot[s]` and columns 0 .. t[s] of its completion. Two prompt slots, four slots:
 
@@ -54,17 +99,25 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         group_size: int = 1,
+        keep_all: bool = True,
     ):
-        """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt."""
+        """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt. keep_all:
+        layers with a window keep the whole completion, too, as replies need it."""
+        layers = {}  # window -> its layers
+        for layer in range(config.n_layer):
+            layers.setdefault(config.window(layer), []).append(layer)
 
-        def new(make, slots, columns):
-            shape = config.n_layer, 2, slots, config.n_kv_head, columns, config.head_size
+        def new(layers, make, slots, columns):
+            shape = layers, 2, slots, config.n_kv_head, columns, config.head_size
             return make(shape, dtype=dtype, device=device)
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.completion = new(torch.empty, slots, width)
-        self.cleared = 0  # columns of the completions
-        self.prompt = new(torch.zeros, prompt_slots, prompt_width)
+        self.completions, self.of_layer = [], {}  # of_layer: layer -> its Completions, its place there
+        for window, numbers in layers.items():
+            part = Completions(window, slots, width, keep_all, partial(new, len(numbers)))
+            self.completions.append(part)
+            self.of_layer |= {layer: (part, place) for place, layer in enumerate(numbers)}
+        self.prompt = new(config.n_layer, torch.zeros, prompt_slots, prompt_width)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.ragged = False  # is a prompt shorter than the others?
         self.max_length = prompt_width + width
@@ -73,7 +126,7 @@ class KVCache:
         self.reply = None  # what the next forward needs to read replies; None: it reads none
         # For the kernel: its constants, attention.tiles_of, and how many parts of each query's softmax are stored
         # (attention.join).
-        if uses_triton(self.completion):
+        if uses_triton(self.prompt):
             heads = config.n_head, config.n_kv_head, config.head_size
             self.kernel = attention.kernel_shape(*heads, dtype.itemsize, group_size)
             self.clear(slots, width)
@@ -99,11 +152,14 @@ class KVCache:
         """Keep only these slots, the first `columns` columns, and prompt slots, rising numbers, as 0, 1, 2 ..."""
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
-        for layer in range(len(self.completion)):  # indexing makes a copy, here of one layer
-            for completion, prompt in zip(self.completion[layer], self.prompt[layer], strict=True):
-                completion[: len(slots), :, :columns] = completion[slots, :, :columns]
-                if len(prompt_slots) < len(prompt):
-                    prompt[: len(prompt_slots)] = prompt[prompt_slots]
+        tensors = [(part.both, slots, columns) for part in self.completions]
+        if len(prompt_slots) < self.prompt.shape[2]:
+            tensors.append((self.prompt, prompt_slots, self.prompt.shape[4]))
+        for both, kept, width in tensors:
+            for tensor in both.flatten(
+                0, 1
+            ):  # indexing makes a copy, here of one layer's keys or values
+                tensor[: len(kept), :, :width] = tensor[kept, :, :width]
         self.prompt = self.prompt[:, :, : len(prompt_slots)]
         self.prompt_lengths = self.prompt_lengths[prompt_slots]
 
@@ -122,7 +178,7 @@ class KVCache:
         self.prefill_slots = None
         active = prompt_slot >= 0
         first = prompt_slot[active].min()
-        if uses_triton(self.completion):
+        if uses_triton(self.prompt):
             readers = np.where(active, prompt_slot, first)
             table = attention.tiles_of(readers, self.prompt.shape[2], self.kernel["TILE"])
             table = upload(table, self.device, torch.int32)
@@ -144,40 +200,40 @@ class KVCache:
         column = torch.arange(self.prompt.shape[4], device=self.device)
         padding = column >= self.prompt_lengths[:, None]
         self.prompt_bias = self.bias(padding)[:, None]  # (prompt slots, 1, T_p)
+        self.slot_lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
         # A layer's completions are a matrix with rows of D: the row of each slot's first column.
-        _, _, S, _, columns, _ = self.completion.shape
-        rows = torch.arange(2 * S * G, device=self.device) * columns
-        rows = rows.view(2, S, G)
-        self.first_row = rows[:, :n]  # (2, n, G)
+        for part in self.completions:
+            S = part.both.shape[2]
+            rows = torch.arange(2 * S * G, device=self.device) * part.width
+            part.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
 
     def clear(self, slots: int, columns: int):
-        """Zero these columns, if not all are written, of the first slots; later calls have no more of them.
-
-        Plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN. Memory that is not used is not touched:
-        to zero all at first was a tenth of a rollout.
-        """
-        if columns > self.cleared:
-            end = columns + 15
-            self.completion[:, :, :slots, :, self.cleared : end] = 0
-            self.cleared = end
+        for part in self.completions:
+            part.clear(slots, columns)
 
     def begin_step(self, t: torch.Tensor, columns: int, same_t: bool, rows=None):
         """t (n, S): the columns that each slot writes now, S > 1 with drafts; on CUDA S is 1. columns: at least 1 + the
         largest t of an active slot. same_t: t is the same in all active slots and S is 1, so that no column needs to be
         hidden. rows: which of the n * S tokens the forward reads, each as a row (rows, 1); default: (n, S)."""
-        self.t, self.columns, self.same_t, self.rows = t, columns, same_t, rows
-        self.reply = None
-        if uses_triton(self.completion):
+        self.t, self.rows, self.reply = t, rows, None
+        if uses_triton(self.prompt):
             return
-        write_at = self.first_row[..., None] + t[:, None]
-        self.write_at = write_at.view(-1)  # (2 * n * G * S,)
-        if same_t:
-            self.cleared = max(self.cleared, columns)  # this step writes the last of them
-        else:
-            self.clear(len(t), columns)
-            column = torch.arange(columns, device=t.device)
-            later = column > t[..., None]  # (n, S, columns)
-            self.completion_bias = self.bias(later)[:, None, None]
+        T_p = self.prompt.shape[4]
+        for part in self.completions:
+            write_at = part.first_row[..., None] + t[:, None] % part.width
+            part.write_at = write_at.view(-1)  # (2 * n * G * S,)
+            part.columns = min(columns, part.width)
+            part.bias = part.prompt_bias = None
+            if same_t:
+                part.cleared = max(part.cleared, columns)  # this step writes the last of them
+            else:
+                part.clear(len(t), columns)
+            if not same_t or 0 < part.window < columns:
+                hidden = ~part.sees(t[..., None], part.columns)  # (n, S, columns)
+                part.bias = self.bias(hidden)[:, None, None]
+            if 0 < part.window < T_p + columns:
+                position = self.slot_lengths[:, None, None] + t[..., None]
+                part.prompt_bias = self.bias(~part.sees_prompt(position, T_p))[:, None, None]
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
         """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
@@ -186,27 +242,34 @@ class KVCache:
         prompt, the columns before, and each other as far as they are not later. What padding writes is behind them: a
         step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
-        self.clear(self.completion.shape[2], self.completion.shape[4])
+        T_p = self.prompt.shape[4]
+        width = self.max_length - T_p
+        self.clear(self.completions[0].both.shape[2], width)
         t = upload(t, self.device)
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
-        width, T_p = self.completion.shape[4], self.prompt.shape[4]
         place = torch.arange(max(lengths), device=self.device)
         columns = (t[:, None] + place).clamp_(max=width - 1)
         prompt_lengths = self.prompt_lengths[prompt_slots, None]
         in_prompt = torch.arange(T_p, device=self.device) < prompt_lengths  # (w, T_p)
-        earlier = torch.arange(width, device=self.device) <= columns[..., None]  # (w, R, T_c)
         in_prompt = in_prompt[:, None].expand(-1, len(place), -1)
-        sees = torch.cat([in_prompt, earlier], 2)
-        self.reply = slots, prompt_slots, columns, sees[:, None]
-        return columns, prompt_lengths + columns
+        positions = prompt_lengths + columns
+        self.reply = slots, prompt_slots, columns
+        for part in self.completions:
+            seen = in_prompt
+            if part.window:
+                seen = seen & part.sees_prompt(positions[..., None], T_p)
+            earlier = part.sees(columns[..., None], width)  # (w, R, T_c)
+            part.reply_sees = torch.cat([seen, earlier], 2)[:, None]
+        return columns, positions
 
     def attend_reply(self, layer: int, q, k, v, rotary):
         """q (w, H, R, D), k and v (w, G, R, D) -> (w, H, R, D). Writes the keys and values of the reply."""
-        slots, prompt_slots, columns, sees = self.reply
+        slots, prompt_slots, columns = self.reply
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        completion = self.completion[layer]
+        part, place = self.of_layer[layer]
+        completion = part.both[place]
         new = torch.stack([k, v]).permute(1, 3, 0, 2, 4)  # (w, R, 2, G, D)
         completion[:, slots[:, None], :, columns] = new.to(self.dtype)
         prompt = self.prompt[layer][:, prompt_slots]
@@ -215,7 +278,9 @@ class KVCache:
             R = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(R, 1)
             v = v.repeat_interleave(R, 1)
-        return F.scaled_dot_product_attention(q.to(self.dtype), k, v, attn_mask=sees, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q.to(self.dtype), k, v, attn_mask=part.reply_sees, enable_gqa=True
+        )
 
     def attend(self, layer: int, q, k, v, rotary=None):
         """q (n, H, S, D), k and v (n, G, S, D), rotary's cos and sin (n, 1, S, D) -> (n, H, S, D).
@@ -223,7 +288,7 @@ class KVCache:
         One softmax over the prompt and the completion of each slot."""
         if self.reply is not None:
             return self.attend_reply(layer, q, k, v, rotary)
-        if uses_triton(self.completion):
+        if uses_triton(self.prompt):
             return self.attend_triton(layer, q, k, v, rotary)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
@@ -232,7 +297,8 @@ class KVCache:
         n, H, S, D = q.shape
         G = self.config.n_kv_head
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
-        self.completion[layer].view(-1, D).index_copy_(0, self.write_at, new)
+        part, place = self.of_layer[layer]
+        part.both[place].view(-1, D).index_copy_(0, part.write_at, new)
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
         dtype = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
@@ -258,17 +324,20 @@ class KVCache:
         _, P, G, T_p, D = prompt.shape
         R = q.shape[1]
         prompt_k, prompt_v = prompt.flatten(1, 2).to(q.dtype)  # (P * G, T_p, D) each
-        completion = self.completion[layer, :, : len(self.t), :, : self.columns]
+        part, place = self.of_layer[layer]
+        completion = part.both[place, :, : len(self.t), :, : part.columns]
         k, v = completion.flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
         scores = q @ k.mT  # (n * G, R, columns)
-        if not self.same_t:
-            n, S = self.t.shape
-            scores.view(n, G, -1, S, self.columns).add_(self.completion_bias)
+        n, S = self.t.shape
+        if part.bias is not None:
+            scores.view(n, G, -1, S, part.columns).add_(part.bias)
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
         if self.ragged:
             prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
         prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
+        if part.prompt_bias is not None:
+            prompt_scores.view(n, G, -1, S, T_p).add_(part.prompt_bias)
         weights = torch.softmax(torch.cat([prompt_scores, scores], -1), -1)
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
         y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
@@ -279,7 +348,8 @@ class KVCache:
         launches and stay where they are."""
         n, H, _, D = q.shape
         G = self.config.n_kv_head
-        T_p, T_c = self.prompt.shape[4], self.completion.shape[4]
+        part, place = self.of_layer[layer]
+        T_p, T_c = self.prompt.shape[4], part.width
         lines, block = -(-n // self.kernel["TILE"]), self.kernel["N"]
         prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, block)
         splits, chunk = attention.split_columns(T_c, n * G, block)
@@ -308,7 +378,7 @@ class KVCache:
             *self.prompt[layer],
             self.tiles,
             self.prompt_lengths,
-            *self.completion[layer],
+            *part.both[place],
             self.t,
             parts,
             tops,

@@ -4,7 +4,7 @@ A kernel writes into tensors that its caller allocated, so the meter and the pla
 without data it is not launched. Each kernel has a twin in plain torch: tests compare the two, and the twin runs where
 no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
 
-swiglu, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
+gated, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
 layers: linear layers, norm and embedding made of these and of plain torch; it has no kernel of its own.
 
 Left out: the kernels of log-probs (snug/logprobs/rows.py), decode attention and drawing (decoding/).

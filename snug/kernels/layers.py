@@ -69,14 +69,25 @@ def hold_in_nf4(model: nn.Module, device, empty: bool = False, double: bool = Tr
 
 
 class RMSNorm(nn.RMSNorm):
-    """CUDA has a fused kernel. Elsewhere PyTorch saves several float32 copies of x for backward, LeanRMSNorm only x."""
+    """CUDA has a fused kernel. Elsewhere PyTorch saves several float32 copies of x for backward, LeanRMSNorm only x.
+
+    zero_centered: x is multiplied by 1 + weight, which begins at 0."""
+
+    def __init__(self, size: int, eps: float, zero_centered: bool = False):
+        super().__init__(size, eps)
+        self.zero_centered = zero_centered
+        if zero_centered:
+            nn.init.zeros_(self.weight)
 
     def forward(self, x):
+        weight = self.weight
+        if self.zero_centered:
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if x.is_cuda or x.dtype == torch.float64:
             # x and the weight in one type: for two there is no fused kernel, and autocast would return float32.
             with torch.autocast(x.device.type, enabled=False):
-                return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-        return LeanRMSNorm.apply(x, self.weight, self.eps)
+                return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
+        return LeanRMSNorm.apply(x, weight, self.eps)
 
 
 class LeanRMSNorm(torch.autograd.Function):

@@ -6,6 +6,7 @@ Test: pytest tests/test_layer_kernels.py
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -51,32 +52,66 @@ if triton is not None:
 
 
 def rotary_frequencies(config, device):
-    """A GPTConfig -> radians per position (head_size / 2,), float32.
+    """A GPTConfig -> radians per position (rotary size / 2,), float32.
 
     The order of operations is Hugging Face's, so that both round alike."""
-    even = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32)
-    frequency = 1.0 / config.rope_theta ** (even / config.head_size)
-    if not config.rope_original_block_size:
+    size = config.rotary_size
+    even = torch.arange(0, size, 2, device=device, dtype=torch.float32)
+    period = config.rope_theta ** (even / size)
+    if config.rope_type == "longrope":
+        return 1.0 / (torch.tensor(config.rope_short_factor, device=device) * period)
+    frequency = 1.0 / period
+    if not config.rope_type:
         return frequency / config.rope_factor
-    wavelength = 2 * math.pi / frequency
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    kept = (config.rope_original_block_size / wavelength - low) / (high - low)
-    kept = kept.clamp(0, 1)  # 0: a long wavelength, divided by rope_factor; 1: a short one, unchanged
+    kept = (
+        kept_by_yarn(config, even) if config.rope_type == "yarn" else kept_by_llama3(config, frequency)
+    )
     return (1 - kept) * (frequency / config.rope_factor) + kept * frequency
 
 
-def rotary_table(config, length: int, device):
-    """-> cos, sin (length, head_size), float32: RoFormer's rotation in Llama's half-split layout."""
+def kept_by_llama3(config, frequency):
+    """-> (rotary size / 2,): 0 where a frequency is divided by rope_factor, because its wave turns at most
+    rope_low_freq_factor times in the original context; 1 where it stays; between them by how often it turns."""
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_block_size / (2 * math.pi / frequency)
+    return ((turns - low) / (high - low)).clamp(0, 1)
+
+
+def kept_by_yarn(config, even):
+    """The same by YaRN (Peng et al. 2023, section 3.2): between them by the place in the head."""
+
+    def place(turns):
+        """Which pair of the head turns so often in the original context?"""
+        period = config.rope_original_block_size / (turns * 2 * math.pi)
+        return config.rotary_size * math.log(period) / (2 * math.log(config.rope_theta))
+
+    first = max(0, math.floor(place(config.rope_high_freq_factor)))
+    last = min(math.ceil(place(config.rope_low_freq_factor)), config.rotary_size - 1)
+    return 1 - ((even / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def rotary_table(config, length: int, device, kind: str = "rotary"):
+    """-> cos, sin (length, rotary size), float32: RoFormer's rotation in Llama's half-split layout.
+
+    kind: GPTConfig.rope's; "sliding": plain rotary positions of another base."""
+    if kind == "sliding":
+        plain = dict(
+            rope_type="", rope_factor=1.0, rope_original_block_size=0, rope_attention_factor=1.0
+        )
+        config = replace(config, rope_theta=config.rope_sliding_theta, **plain)
     position = torch.arange(length, device=device)
-    angle = position[:, None] * rotary_frequencies(config, device)  # (T, D/2)
-    angle = torch.cat([angle, angle], -1)  # (T, D)
-    return angle.cos(), angle.sin()
+    angle = position[:, None] * rotary_frequencies(config, device)  # (T, size / 2)
+    angle = torch.cat([angle, angle], -1)  # (T, size)
+    return angle.cos() * config.rope_attention_factor, angle.sin() * config.rope_attention_factor
 
 
 def rotate(x, cos, sin):
-    """x (B, H, T, D); cos, sin (B, 1, T, D) -> x with each pair (i, i + D/2) rotated by its position's angle."""
-    left, right = x.chunk(2, -1)
-    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
+    """x (B, H, T, D); cos, sin (B, 1, T, size) -> x with each pair (i, i + size/2) rotated by its position's angle. What
+    is behind `size` stays."""
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    left, right = turned.chunk(2, -1)
+    turned = (turned * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def rotate_(x, cos, sin, back=False):
@@ -84,7 +119,8 @@ def rotate_(x, cos, sin, back=False):
     if not uses_triton(x):
         x.copy_(rotate(x, cos, -sin if back else sin))
         return
-    B, heads, T, D = x.shape
+    B, heads, T, _ = x.shape
+    D = cos.shape[-1]  # of a head, what turns
     table = cos.expand(B, -1, -1, -1)
     M = min(16, triton.next_power_of_2(heads))
     launch(

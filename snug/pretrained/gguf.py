@@ -6,7 +6,7 @@
 refused. A file is untrusted: what ends behind its end or overlaps is an error. The package's own reader needs seconds
 and 500 MiB for a vocabulary, and goes on as far as a damaged count says.
 
-Left out: writing GGUF, other architectures, sliding windows, YaRN, big-endian files, several files of one model.
+Left out: writing GGUF, other architectures, YaRN, big-endian files, several files of one model.
 Tests: tests/test_from_gguf.py.
 """
 
@@ -37,8 +37,10 @@ NAMES = {  # the file's, which begin with the architecture, and GPTConfig's
     "attention.layer_norm_epsilon": "norm_eps",
     "attention.layer_norm_rms_epsilon": "norm_eps",
     "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
 }
-FAMILIES = "gpt2", "llama", "qwen2", "qwen3"
+# llama.cpp's names and config.json's
+FAMILIES = dict(gpt2="gpt2", llama="llama", qwen2="qwen2", qwen3="qwen3", gemma3="gemma3_text")
 LLAMA3 = 8192, 1.0, 4.0  # LLAMA3_ROPE in all published models; a file has only what follows from it
 PIECE = 2**21  # bytes of the file that are unpacked at a time
 
@@ -101,6 +103,8 @@ def convert(file, folder: Path, dtype: str):
         look_at_weights(folder)
         for name, entry in counted(places.items(), "tensors", "converting"):
             for piece in pieces(file, tensors[name], entry, head_size):
+                if family == "gemma3_text" and entry.name.endswith("norm.weight"):
+                    piece = piece - 1  # llama.cpp adds it
                 out.write(gguf.quantize(piece, kind).data)
 
 
@@ -132,11 +136,13 @@ def read(file):
 
 def config_of(file, metadata, tensors) -> dict:
     """The content of config.json. Takes rope_freqs.weight out of `tensors`. Raises SnugError."""
-    family = metadata["general.architecture"]
-    values = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
+    name = metadata["general.architecture"]
+    values = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     fields = Fields(values, "its metadata")
     fields.want("general.architecture", *FAMILIES)
-    fields.want("attention.sliding_window", 0)
+    family = FAMILIES[name]
+    if family != "gemma3_text":
+        fields.want("attention.sliding_window", 0)
     fields.want("rope.scaling.type", "none", "linear")
     table = GPT2 if family == "gpt2" else LLAMA
     config = {table.get(ours, ours): values[key] for key, ours in NAMES.items() if key in values}
@@ -170,7 +176,8 @@ def llama3_rule(divisors, theta) -> dict:
 def places_of(family, shape, tensors) -> dict:
     """{name in the file: Entry} of every tensor. Raises SnugError if the file has others."""
     layers = min(shape["n_layer"], len(tensors))  # a damaged file may say millions
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], layers)
+    architecture = family.removesuffix("_text").upper()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], layers)
     every = entries(shape | dict(n_layer=layers), family, shape["vocab_size"])
     places = {names.get_name(entry.name, (".weight", ".bias")): entry for entry in every}
     if odd := sorted(places.keys() ^ tensors.keys()):

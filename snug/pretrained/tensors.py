@@ -8,7 +8,7 @@
 shapes and types once, by the files' headers, before there is memory for a model. Then `read_weights` copies tensors one
 by one and casts them.
 
-Left out: pickles, quantized weights except NF4 (bitsandbytes.py), YaRN, mixtures of experts. Tests:
+Left out: pickles, quantized weights except NF4 (bitsandbytes.py), mixtures of experts. Tests:
 tests/test_pretrained.py.
 """
 
@@ -37,6 +37,16 @@ from snug.pretrained.shapes import (
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
+# A block's norms: the file's name and ours, without and with norms behind its halves.
+NORMS = dict(input_layernorm="norm_1", post_attention_layernorm="norm_2")
+POST_NORMS = dict(
+    input_layernorm="norm_1",
+    post_attention_layernorm="post_norm_1",
+    pre_feedforward_layernorm="norm_2",
+    post_feedforward_layernorm="post_norm_2",
+)
+# A Gemma 3 with eyes has these, too.
+EYES = "vision_tower.", "multi_modal_projector."
 # Older versions saved these with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -90,19 +100,33 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
         Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
         add("embed_tokens", "embedding", vocab_size, C)
         add("norm", "norm", C)
+        norms = POST_NORMS if shape["post_norm"] else NORMS
         block = [
-            ("input_layernorm", "norm_1", C),
-            ("self_attn.q_proj", "attention.qkv", Q, C, bias),
-            ("self_attn.k_proj", "attention.qkv", K, C, bias, Q),
-            ("self_attn.v_proj", "attention.qkv", K, C, bias, Q + K),
+            (theirs, ours, C)
+            for theirs, ours in norms.items()
+            if shape["pre_norm"] or ours.startswith("post")
+        ]
+        block += [
             ("self_attn.o_proj", "attention.proj", C, Q),
-            ("post_attention_layernorm", "norm_2", C),
-            ("mlp.gate_proj", "mlp.up", F, C),
-            ("mlp.up_proj", "mlp.up", F, C, False, F),
             ("mlp.down_proj", "mlp.down", C, F),
         ]
+        if family == "phi3":
+            block += [
+                ("self_attn.qkv_proj", "attention.qkv", Q + 2 * K, C),
+                ("mlp.gate_up_proj", "mlp.up", 2 * F, C),
+            ]
+        else:
+            block += [
+                ("self_attn.q_proj", "attention.qkv", Q, C, bias),
+                ("self_attn.k_proj", "attention.qkv", K, C, bias, Q),
+                ("self_attn.v_proj", "attention.qkv", K, C, bias, Q + K),
+                ("mlp.gate_proj", "mlp.up", F, C),
+                ("mlp.up_proj", "mlp.up", F, C, False, F),
+            ]
         if shape["qk_norm"]:
-            block += [(f"self_attn.{x}_norm", f"attention.{x}_norm", D) for x in "qk"]
+            q, k = (Q, K) if shape["qk_norm_joint"] else (D, D)
+            block += [("self_attn.q_norm", "attention.q_norm", q)]
+            block += [("self_attn.k_norm", "attention.k_norm", k)]
     for i in range(shape["n_layer"]):
         for theirs, ours, *rest in block:
             add(f"{'h' if gpt2 else 'layers'}.{i}.{theirs}", f"blocks.{i}.{ours}", *rest)
@@ -147,7 +171,8 @@ def look_at_weights(folder: Path) -> dict:
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
-                whole = name if name in missing else PREFIXES[family] + name
+                whole = name.replace("language_model.", "")
+                whole = whole if whole in missing else PREFIXES[family] + whole
                 if whole in missing:
                     entry, end = missing.pop(whole)
                     places[entry][end] = name, file
@@ -158,7 +183,11 @@ def look_at_weights(folder: Path) -> dict:
                             f"{file}: {name} has the type {dtype} and the shape {size}; needed are {types} and "
                             f"{expected}; use the folder with the bfloat16 weights"
                         )
-                elif not name.endswith(BUFFERS) and name != "lm_head.weight":
+                elif not (
+                    name.endswith(BUFFERS)
+                    or name.removeprefix("model.").startswith(EYES)
+                    or whole.endswith("lm_head.weight")
+                ):
                     surplus.append(name)
     if missing or surplus:
         raise SnugError(

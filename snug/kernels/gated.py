@@ -1,0 +1,100 @@
+"""SwiGLU and GeGLU (Shazeer 2020): silu(gate) * up, or gelu(gate) * up by tanh, and their gradients, in one kernel.
+Backward keeps only the input.
+
+Test: pytest tests/test_layer_kernels.py
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from snug.kernels import LOG2E, constexpr, launch, tl, triton, uses_triton
+
+if triton is not None:
+    # gelu(x) by tanh is x sigmoid(SLOPE (x + CUBIC x^3)), as silu(x) is x sigmoid(x)
+    SLOPE = constexpr(2 * (2 / math.pi) ** 0.5)
+    CUBIC = constexpr(0.044715)
+
+    @triton.jit
+    def gated_kernel(x, dy, out, n, blocks, BLOCK: constexpr, GELU: constexpr):
+        """One program per block of a row: x (rows, 2 n) -> out (rows, n). With dy (rows, n): dx (rows, 2 n) -> out."""
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        mask = column < n
+        x += row * 2 * n + column
+        gate = tl.load(x, mask, 0.0).to(tl.float32)
+        up = tl.load(x + n, mask, 0.0).to(tl.float32)
+        z, slope = gate, 1.0
+        if GELU:
+            z = SLOPE * (gate + CUBIC * gate * gate * gate)
+            slope = SLOPE * (1 + 3 * CUBIC * gate * gate)
+        sigmoid = 1 / (1 + tl.exp2(-z * LOG2E))
+        if dy is None:
+            value = gate * sigmoid * up
+            tl.store(out + row * n + column, value.to(out.dtype.element_ty), mask)
+        else:
+            out += row * 2 * n + column
+            d = tl.load(dy + row * n + column, mask, 0.0).to(tl.float32)
+            dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid) * slope)
+            dup = d * gate * sigmoid
+            tl.store(out, dgate.to(out.dtype.element_ty), mask)
+            tl.store(out + n, dup.to(out.dtype.element_ty), mask)
+
+
+def on_rows(x, dy, out, gelu):
+    """Run the kernel over the rows of x."""
+    n = x.shape[-1] // 2
+    block = min(1024, triton.next_power_of_2(n))
+    blocks = triton.cdiv(n, block)
+    programs = x.numel() // (2 * n) * blocks
+    launch(gated_kernel, (programs,), x, dy, out, n, blocks, BLOCK=block, GELU=gelu)
+
+
+def activated(gate, gelu):
+    return F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
+
+
+def forward_torch(x, gelu):
+    gate, up = x.chunk(2, -1)
+    return activated(gate, gelu).mul_(up)
+
+
+def backward_torch(x, dy, dx, gelu):
+    """Fill dx. It computes the activation again: to read a kept copy would move as many bytes."""
+    gate, up = x.chunk(2, -1)
+    dgate, dup = dx.chunk(2, -1)
+    scratch = activated(gate, gelu)
+    torch.mul(dy, scratch, out=dup)
+    torch.mul(dy, up, out=scratch)
+    if gelu:
+        torch.ops.aten.gelu_backward.grad_input(scratch, gate, approximate="tanh", grad_input=dgate)
+    else:
+        torch.ops.aten.silu_backward.grad_input(scratch, gate, grad_input=dgate)
+
+
+class GatedUnit(torch.autograd.Function):
+    """x (..., 2 n), gate beside up -> silu(gate) * up (..., n); with gelu, gelu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx, x, gelu=False):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.gelu = gelu
+        if not uses_triton(x):
+            return forward_torch(x, gelu)
+        y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        on_rows(x, None, y, gelu)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        if uses_triton(x):
+            on_rows(x, dy.contiguous(), dx, ctx.gelu)
+        else:
+            backward_torch(x, dy, dx, ctx.gelu)
+        return dx, None
