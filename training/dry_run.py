@@ -37,6 +37,7 @@ class DryRun:
     def __init__(self, prepared, iterate):
         self.prepared, self.iterate = prepared, iterate
         self.n_layer = prepared.shape["n_layer"]
+        self.period = prepared.shape.get("full_every") or 1
         self.longest = prepared.longest()  # tokens of the longest prompt and completion
 
     def __call__(self, settings, n_layer: int, meter):

@@ -6,8 +6,9 @@
 The real code runs on fake tensors, which have shapes and no data: init, then one iteration with the longest possible
 prompts and completions (training/dry_run.py). A ledger follows every storage: when it is alive, and what it is for.
 
-A model's blocks are alike, so two depths are enough: within one stretch of an iteration (a forward, a backward) the
-peak's bytes are a linear function of the depth. `plan` runs DEPTHS blocks and continues the lines.
+A model's blocks are alike, or every n-th is of another kind, so two depths are enough: within one stretch of an
+iteration (a forward, a backward) the peak's bytes are a linear function of the depth. `plan` runs `depths_of` blocks and
+continues the lines.
 
 CUDA_EXTRA has what only CUDA needs. Left out are: blocks are rounded up to 512 bytes, freed ones may not fit the next
 tensor (fragmentation: reserved is more than allocated), the CUDA context takes some 0.5 GiB, and attention's backward
@@ -26,7 +27,6 @@ from snug.memory.ledger import LiveBytes, component_of
 from snug.memory.meter import MemoryMeter
 
 GIB = 2**30
-DEPTHS = 2, 3  # neighbours
 # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 CUDA_EXTRA = 3 * 32 * MIB
 # Each process of FSDP keeps a share of them.
@@ -121,11 +121,20 @@ class Peak:
         return sum(self.components.values())
 
 
-def deepen(shallow: Peak, deep: Peak, depth: int):
-    """The Peaks of the same stretch at the two DEPTHS -> its Peak at another depth, on the line through both."""
+def depths_of(depth: int, period: int) -> list[int]:
+    """-> the two depths from which a plan of another depth follows, or [depth] if that is not deeper. period: every
+    such block is of another kind; 1: all are alike. In 26 blocks with a period of 6 there are 4 periods and 2 blocks:
+    8 and 14. In 24 blocks that are alike: 2 and 3."""
+    first = depth % period + period if period > 1 else 2
+    return [first, first + period] if depth > first + period else [depth]
+
+
+def deepen(shallow: Peak, deep: Peak, steps: float):
+    """The Peaks of the same stretch at the two depths -> its Peak on the line through both, so many steps from the
+    first."""
 
     def line(a, b):
-        return a + (b - a) * (depth - DEPTHS[0])
+        return round(a + (b - a) * steps)
 
     peak = Peak([])
     for name in deep.components | shallow.components:
@@ -181,8 +190,10 @@ class Plan:
 def plan(dry_run, settings) -> Plan:
     """The Plan of settings.device. dry_run(settings, n_layer, meter) runs init and an iteration of a model so deep."""
     kind, depth = kind_planned(settings.device), dry_run.n_layer
+    depths = depths_of(depth, dry_run.period)
+    steps = (depth - depths[0]) / dry_run.period
     recorded = []  # by depth: {stretch: Peak} of the device, the same of the host
-    for n_layer in DEPTHS if depth > DEPTHS[1] else [depth]:
+    for n_layer in depths:
         host = Recorder()
         with PlanningMode(kind, host), PlanMeter(host) as meter:
             dry_run(settings, n_layer, meter)
@@ -193,7 +204,7 @@ def plan(dry_run, settings) -> Plan:
             ]
         )
     device, host = (
-        {stretch: deepen(peak, deep[stretch], depth) for stretch, peak in shallow.items()}
+        {stretch: deepen(peak, deep[stretch], steps) for stretch, peak in shallow.items()}
         for shallow, deep in zip(recorded[0], recorded[-1], strict=True)
     )
     highest = {}  # phase -> the Peak of its highest stretch
