@@ -44,11 +44,11 @@ def make_row(groups, H, G, D, dtype=torch.float32, seed=0):
     return its, torch.randn(1, int(its.lengths.sum()), H + 2 * G, D, device=DEVICE).to(dtype)
 
 
-def run(function, its, x, dy, H):
+def run(function, its, x, dy, H, window=0):
     """-> the output (1, H, T, D), and the gradient of x (1, T, H + 2 G, D)."""
     x = x.detach().requires_grad_()
     G = (x.shape[2] - H) // 2
-    y = function(*x.transpose(1, 2).split([H, G, G], 1), its)
+    y = function(*x.transpose(1, 2).split([H, G, G], 1), its, window)
     y.backward(dy)
     return y.detach(), x.grad
 
@@ -77,6 +77,59 @@ def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype):
     for ours, exact in zip(run(attend, its, x, dy, H), expected, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@in_kernels
+@pytest.mark.parametrize(
+    "groups, H, G, D, window",
+    [
+        (RAGGED, 2, 1, 16, 5),
+        (RAGGED, 2, 1, 16, 17),
+        ([(40, [35, 2, 3, 20]), (37, [])], 1, 1, 24, 1),
+        ([(40, [35, 2, 3, 20]), (37, [])], 1, 1, 24, 38),
+    ],
+)
+def test_kernels_of_a_window(groups, H, G, D, window):
+    its, x = make_row(groups, H, G, D)
+    dy = torch.randn(1, H, x.shape[1], D, device=DEVICE)
+    expected = run(attend_dense, its, x.double(), dy.double(), H, window)
+    for ours, exact in zip(run(attend, its, x, dy, H, window), expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=3e-6, atol=3e-6)
+
+
+@in_kernels
+@pytest.mark.parametrize("window", [0, 20])
+def test_kernels_of_gemmas_heads(window):
+    """4 query heads of 256 numbers, and 1 key head."""
+    its, x = make_row([(18, [21, 3])], 4, 1, 256)
+    dy = torch.randn(1, 4, x.shape[1], 256, device=DEVICE)
+    expected = run(attend_dense, its, x.double(), dy.double(), 4, window)
+    for ours, exact in zip(run(attend, its, x, dy, 4, window), expected, strict=True):
+        # sums of 256 products, each with float32's error: sqrt(256 / 24) times that of 24
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@in_kernels
+def test_kernels_of_a_window_skip_what_no_query_sees():
+    """What is skipped may be NaN: keys that lie whole blocks before the window, and queries behind it."""
+    its, x = make_row([(80, [70])], 1, 1, 16)
+    x[:, :64] = torch.nan
+    dy = torch.randn(1, 1, 150, 16, device=DEVICE)
+    y, _ = run(attend, its, x, dy, 1, 17)
+    assert y[:, :, 80:].isfinite().all()
+    its, x = make_row([(80, [40, 40])], 1, 1, 16)
+    x[:, :64] = torch.nan
+    dy = torch.randn(1, 1, 160, 16, device=DEVICE)
+    y, _ = run(attend, its, x, dy, 1, 17)
+    assert y[:, :, 80:].isfinite().all()
+
+
+@in_kernels
+def test_kernels_of_a_window_that_cuts_nothing():
+    """The same bits as without."""
+    its, x = make_row([(5, [14, 3])], 2, 1, 16)
+    dy = torch.randn(1, 2, x.shape[1], 16, device=DEVICE)
+    assert all(map(torch.equal, run(attend, its, x, dy, 2, its.longest), run(attend, its, x, dy, 2)))
 
 
 @in_kernels
@@ -229,11 +282,12 @@ KERNELS = [("queries_kernel", FORWARD), ("queries_kernel", {}), ("keys_kernel", 
         long(6, 2, 128, "fp32"),
         long(1, 8, 40, "bf16"),  # no multiple of 16: loaded number by number
         long(8, 1, 96, "bf16"),
-        long(4, 2, 256, "bf16"),
+        (4, 1, 256, "bf16"),  # Gemma 3's 1B
     ],
 )
+@pytest.mark.parametrize("window", [0, 512])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_path, monkeypatch):
+def test_compiled_attention_stays_in_registers(capability, window, R, G, D, dtype, tmp_path, monkeypatch):
     """sm_75 multiplies outside of tensor cores and spills hundreds of bytes: it is right and slow there."""
     monkeypatch.setattr(flash, "has_tensor_cores", lambda _: capability >= 80)
     q, k = (torch.empty(1, n, 1, D, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16) for n in (R * G, G))
@@ -242,10 +296,15 @@ def test_compiled_attention_stays_in_registers(capability, R, G, D, dtype, tmp_p
         shape = {constant: value for constant, value in shape.items() if constant != "N" or name != "sum_kernel"}
         options = {option: shape.pop(option) for option in ("num_warps", "num_stages")}
         types = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv"), "*" + dtype)
-        types |= dict.fromkeys(("lse", "delta", "dk_shares", "dv_shares"), "*fp32") | dict(start="*i64", tiles="*i64")
+        types |= dict.fromkeys(("lse", "delta", "dk_shares", "dv_shares"), "*fp32")
+        types |= dict.fromkeys(("position", "start", "tiles"), "*i64")
         ones = {"G": 1} if G == 1 and "G" in kernel.arg_names else {}  # the launcher makes it a constant
         strides = [arg for arg in kernel.arg_names if arg.endswith(("_head", "_time"))]
         constants = shape | ones | constants
+        if name != "sum_kernel":
+            constants["WINDOW"] = window
+        if name == "keys_kernel" and not window:
+            constants["position"] = None
         pointers = {arg: types[arg] for arg in types if arg in kernel.arg_names and arg not in constants}
         used, ptx = cubin_resources(
             kernel, capability, pointers, constants,

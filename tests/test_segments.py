@@ -1,4 +1,4 @@
-"""Attention of packed groups on a CPU: against the dense mask, the mask against the words, and what is kept."""
+"""Attention of packed groups on a CPU: against the dense mask, the mask against the words, what is kept; windows."""
 
 from unittest.mock import patch
 
@@ -96,6 +96,22 @@ def test_start_and_tiles_say_the_same(groups, tile):
         assert seen_until == 1 + max(np.flatnonzero(sees[:, first:end].any(1)))
 
 
+@given(some_groups, st.integers(1, 20))
+def test_a_window_is_what_the_words_say(groups, window):
+    """I see nothing that is `window` or more tokens before me in my sequence."""
+    lengths = [length for prompt, completions in groups for length in (prompt, *completions)]
+    behind = [at for prompt, completions in groups for at in (0, *[prompt] * len(completions))]
+    place = [at + i for at, length in zip(behind, lengths, strict=True) for i in range(length)]
+    segments = Segments(groups)
+    assert segments.position.tolist() == segments.positions.tolist() == place
+    sees = [
+        [yes and place[i] - place[j] < window for j, yes in enumerate(line)] for i, line in enumerate(words(groups))
+    ]
+    assert segments.mask(window).tolist() == sees
+    if window >= segments.longest:
+        assert sees == words(groups)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Batches of segments
 
@@ -143,9 +159,9 @@ def test_batches_have_each_segment_once_and_few_others(groups, alone, similar):
 # Attention
 
 
-def attend_dense(q, k, v, segments):
+def attend_dense(q, k, v, segments, window=0):
     """The oracle."""
-    return attend(q, k, v, segments.mask())
+    return attend(q, k, v, segments.mask(window))
 
 
 def inputs(groups, dtype, heads=(4, 2), size=8, seed=0):
@@ -157,18 +173,18 @@ def inputs(groups, dtype, heads=(4, 2), size=8, seed=0):
     return *qkv.split([H, G, G], 1), dy
 
 
-def with_gradients(function, given, dy, segments):
+def with_gradients(function, given, dy, segments, window=0):
     """-> y, dq, dk, dv."""
     leaves = [x.detach().requires_grad_() for x in given]
-    y = function(*leaves, segments)
+    y = function(*leaves, segments, window)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
-def assert_attention(groups, dtype, rtol, atol, **options):
+def assert_attention(groups, dtype, rtol, atol, window=0, **options):
     *given, dy = inputs(groups, dtype, **options)
-    expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), Segments(groups))
+    expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), Segments(groups), window)
     for value, exact, like in zip(
-        with_gradients(attend, given, dy, Segments(groups)), expected, [dy, *given], strict=True
+        with_gradients(attend, given, dy, Segments(groups), window), expected, [dy, *given], strict=True
     ):
         assert value.dtype == dtype and value.shape == like.shape
         torch.testing.assert_close(value.double(), exact, rtol=rtol, atol=atol)
@@ -205,15 +221,101 @@ def test_attention_is_exact_where_one_part_has_nearly_all():
             torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 256])
+@pytest.mark.parametrize("window", [1, 2, 7, 33, 64])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_attention_in_bfloat16(groups):
+def test_windows_are_those_of_the_dense_mask(groups, window, chunk):
+    with patch.object(module, "CHUNK", chunk):
+        assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, window)
+        assert_attention(GROUPS[groups], torch.float32, 1e-5, 1e-5, window)
+
+
+@settings(deadline=None)
+@given(some_groups, st.integers(1, 20), st.sampled_from([1, 4, 256]), st.integers(0, 99))
+def test_windows_of_any_groups(groups, window, chunk, seed):
+    with patch.object(module, "CHUNK", chunk):
+        assert_attention(groups, torch.float64, 1e-12, 1e-12, window, seed=seed)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_window_that_cuts_nothing_changes_no_bit(groups):
+    segments = Segments(GROUPS[groups])
+    *given, dy = inputs(GROUPS[groups], torch.float32)
+    expected = with_gradients(attend, given, dy, segments)
+    with patch.object(module, "band", lambda *_: pytest.fail("a mask was made")):
+        for window in (segments.longest, segments.longest + 9):
+            assert all(map(torch.equal, with_gradients(attend, given, dy, segments, window), expected))
+        T = dy.shape[2]
+        for mask in (None, torch.ones(T, T).tril().bool()):
+            plain, wide = (with_gradients(attend, given, dy, mask, window) for window in (0, T))
+            assert all(map(torch.equal, plain, wide))
+
+
+def test_groups_that_fit_their_window_take_no_mask():
+    """Of a row that has others."""
+    groups = [(5, [6, 9]), (3, [2, 4]), (9, [])]
+    assert_attention(groups, torch.float64, 1e-12, 1e-12, 10)
+    made, original = [], module.band
+    *given, dy = inputs(groups, torch.float64)
+    with patch.object(module, "band", lambda *arguments: made.append(1) or original(*arguments)):
+        with_gradients(attend, given, dy, Segments(groups), 10)
+    assert len(made) == 2  # the first group's, forward and backward
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_window_without_segments_is_a_band(window):
+    """Causal, and with a mask for each sequence."""
+    *given, dy = inputs([(8, [])], torch.float64)
+    index = torch.arange(8)
+    band = (index <= index[:, None]) & (index[:, None] - index < window)
+    hidden = torch.ones(1, 1, 8, 8).tril().bool()
+    hidden[..., 4:, 1] = False
+    for mask, expected in ((None, band), (hidden, hidden & band)):
+        ours, exact = with_gradients(attend, given, dy, mask, window), with_gradients(attend, given, dy, expected)
+        for value, right in zip(ours, exact, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-12, atol=1e-12)
+
+
+def test_a_token_that_sees_nothing_of_its_prompt_is_as_without_it():
+    """Whatever its scores with the prompt would be. The rest of its completion teaches the prompt."""
+    groups = [(6, [9, 9])]
+    q, k, v, dy = inputs(groups, torch.float32)
+    k[:, :, :6] *= 1e4
+    y, dq, dk, dv = with_gradients(attend, (q, k, v), dy, Segments(groups), 4)
+    assert all(x.isfinite().all() for x in (y, dq, dk, dv))
+    k[:, :, :6], v[:, :, :6] = 7, -7
+    y_again, dq_again, *_ = with_gradients(attend, (q, k, v), dy, Segments(groups), 4)
+    behind = [6 + 9 * i + j for i in range(2) for j in range(3, 9)]  # from a completion's fourth token on
+    assert y_again[:, :, behind].equal(y[:, :, behind]) and dq_again[:, :, behind].equal(dq[:, :, behind])
+    assert not y_again[:, :, 8].equal(y[:, :, 8])
+    dy[:, :, :6] = 0
+    *_, dk, dv = with_gradients(attend, (q, k, v), dy, Segments(groups), 4)
+    assert not dk[:, :, :3].any() and not dv[:, :, :3].any() and dv[:, :, 3:6].all()
+
+
+def test_what_is_kept_has_its_window():
+    """As a checkpointed block runs: forward, and again before backward."""
+    groups = GROUPS["similar lengths"]
+    *given, dy = inputs(groups, torch.float64)
+    expected = with_gradients(attend_dense, given, dy, Segments(groups), 7)
+    segments = Segments(groups).keeping()
+    with torch.no_grad():
+        attend(*given, segments, 7)
+    with patch.object(module, "forward_torch", lambda *_: pytest.fail("it attends again")):
+        for value, exact in zip(with_gradients(attend, given, dy, segments, 7), expected, strict=True):
+            torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [0, 1, 9, 33])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_attention_in_bfloat16(groups, window):
     """A value is rounded up to three times: each part, and the parts joined. Each is half of 2**-8 of a value no larger
     than the tensor's largest. A key's gradient is a sum of two such parts, and of probabilities and of their gradients
-    rounded to bfloat16; errors of a sum are as random as its terms."""
+    rounded to bfloat16; errors of a sum are as random as its terms. A window's chunks are added up in float32."""
     *given, dy = inputs(GROUPS[groups], torch.bfloat16)
     segments = Segments(GROUPS[groups])
-    expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), segments)
-    for value, exact in zip(with_gradients(attend, given, dy, segments), expected, strict=True):
+    expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), segments, window)
+    for value, exact in zip(with_gradients(attend, given, dy, segments, window), expected, strict=True):
         assert value.dtype == torch.bfloat16
         error = (value.double() - exact).abs().max() / exact.abs().max().clamp(min=1)
         assert error <= 3 * 2**-8, error

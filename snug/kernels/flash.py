@@ -4,6 +4,9 @@ H query heads, G key heads; R = H / G query heads share a key head. D numbers pe
 Scores and probabilities exist only as blocks of M x N in registers (Dao 2023, FlashAttention-2). A program reads only
 tokens of one group, and every sum has a fixed order, so two runs give the same bits.
 
+WINDOW: how many tokens a token sees, itself included; 0: all. Whole blocks that no query of a tile sees are skipped,
+except in the sums of a prompt's keys.
+
 q, k and v may have any strides of heads and tokens; y and all gradients are laid out as (T, heads, D). Places within a
 head are counted in 32 bits, which save registers: enough for 800,000 tokens of Qwen2.5-1.5B.
 
@@ -42,16 +45,33 @@ if triton is not None:
         return tl.where((token >= low) & (token <= high), z, LOW)
 
     @triton.jit
-    def keys_of(i, prompt, prompt_end, begin, end, low, token, d, D: constexpr, N: constexpr):
+    def keys_of(
+        i,
+        prompt,
+        prompt_end,
+        begin,
+        end,
+        start,
+        token,
+        d,
+        D: constexpr,
+        N: constexpr,
+        WINDOW: constexpr,
+    ):
         """-> block i of what queries see: its keys (N, 1), their mask (N, DP), and a query's first and last key (M, 1).
 
-        The prompt's blocks come first, then those of the queries' segments, from `low` to `token`.
+        The prompt's blocks come first, then those of the queries' segments, from `start` to `token`.
         """
         blocks = tl.cdiv(prompt_end - prompt, N)
         in_prompt = i < blocks
         key = tl.where(in_prompt, prompt + i * N, begin + (i - blocks) * N) + tl.arange(0, N)[:, None]
         mask = (key < tl.where(in_prompt, prompt_end, end)) & (d < D)
-        return key, mask, tl.where(in_prompt, prompt, low), tl.where(in_prompt, prompt_end - 1, token)
+        low = tl.where(in_prompt, prompt, start)
+        if WINDOW:
+            # If the prompt went on, the token would lie so far behind its place in the row, or before it.
+            behind = tl.where(in_prompt, prompt_end - start, 0)
+            low = tl.maximum(low, token + behind - (WINDOW - 1))
+        return key, mask, low, tl.where(in_prompt, prompt_end - 1, token)
 
     @triton.jit
     def online_softmax(z, values, scale, top, total, acc):
@@ -94,6 +114,7 @@ if triton is not None:
         PARTS: constexpr,
         M: constexpr,
         N: constexpr,
+        WINDOW: constexpr,
     ):
         """y and lse; or, with dy: dq, and delta (H, T), the sum of dy * y over D. One program per tile of queries and
         head. The last tiles run first: prompts' tiles see the fewest keys."""
@@ -103,6 +124,11 @@ if triton is not None:
             return
         begin = tl.load(start + first).to(tl.int32)
         low = tl.load(start + token, token < end, 0).to(tl.int32)  # (M, 1)
+        if WINDOW:
+            # The tile's token nearest to its prompt sees the most of it.
+            nearest = tl.min(tl.where(token < end, token - low, T))
+            prompt = tl.minimum(tl.maximum(prompt, prompt_end + nearest - (WINDOW - 1)), prompt_end)
+            begin = tl.maximum(begin, first - (WINDOW - 1))
         k, v = k + h // R * k_head, v + h // R * v_head
         place = token * (H * D) + d
         x = tl.load(q + h * q_head + token * q_time + d, mask, 0.0)
@@ -114,7 +140,9 @@ if triton is not None:
             total = tl.sum(dx.to(tl.float32) * tl.load(y + h * D + place, mask, 0.0), 1, keep_dims=True)
             tl.store(delta + h * T + token, total, token < end)
         for i in range(tl.cdiv(prompt_end - prompt, N) + tl.cdiv(end - begin, N)):
-            key, inside, seen, last = keys_of(i, prompt, prompt_end, begin, end, low, token, d, D, N)
+            key, inside, seen, last = keys_of(
+                i, prompt, prompt_end, begin, end, low, token, d, D, N, WINDOW
+            )
             keys = tl.load(k + key * k_time + d, inside, 0.0)
             values = tl.load(v + key * v_time + d, inside, 0.0)
             z = scores(x, keys, tl.trans(key), seen, last)  # (M, N)
@@ -142,6 +170,7 @@ if triton is not None:
         delta,
         dk_shares,
         dv_shares,
+        position,
         start,
         tiles,
         T,
@@ -158,6 +187,7 @@ if triton is not None:
         PARTS: constexpr,
         M: constexpr,
         N: constexpr,
+        WINDOW: constexpr,
     ):
         """dk and dv. A program takes a tile of completions' keys and adds up the R query heads of its key head. The
         whole group sees a prompt's keys, so its few programs would run for long: there a program takes one query head,
@@ -167,6 +197,9 @@ if triton is not None:
         of_prompt = prompt == prompt_end
         if (first >= end) | ((h % R > 0) & (not of_prompt)):
             return
+        if WINDOW:
+            begin = tl.load(start + first).to(tl.int32)
+            stop = tl.where(of_prompt, stop, tl.minimum(stop, end + (WINDOW - 1)))
         keys = tl.load(k + h // R * k_head + key * k_time + d, mask, 0.0)
         values = tl.load(v + h // R * v_head + key * v_time + d, mask, 0.0)
         dkeys = tl.zeros((M, DP), tl.float32)
@@ -177,6 +210,10 @@ if triton is not None:
                 x_mask = (query < stop)[:, None] & (d < D)
                 # A token from `stop` on adds 0, because its dy and q are 0.
                 low = tl.load(start + query, (query < stop) & (not of_prompt), 0).to(tl.int32)
+                if WINDOW:
+                    # To its prompt a query is where it would lie if the prompt went on.
+                    place = begin + tl.load(position + query, query < stop, 0).to(tl.int32)
+                    low = tl.maximum(low, tl.where(of_prompt, place, query) - (WINDOW - 1))
                 log_sum = tl.load(lse + head * T + query, query < stop, 0.0) * LOG2E
                 slope = tl.load(delta + head * T + query, query < stop, 0.0)
                 x = tl.load(q + head * q_head + query[:, None] * q_time + d, x_mask, 0.0)
@@ -242,16 +279,18 @@ def common(q, k, v, segments):
     return [*segments.tables, q.shape[2], q.shape[1], *strides]
 
 
-def forward(q, k, v, y, lse, segments):
+def forward(q, k, v, y, lse, segments, window: int = 0):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
     if nothing_to_do(q):
         return
     shape, others = kernel_shape(q, k), common(q, k, v, segments)
     programs = len(segments.tables[1]) * shape["PARTS"] * q.shape[1]
-    launch(queries_kernel, (programs,), q, k, v, y, lse, None, None, None, *others, **shape)
+    launch(
+        queries_kernel, (programs,), q, k, v, y, lse, None, None, None, *others, WINDOW=window, **shape
+    )
 
 
-def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
+def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window: int = 0):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
     _, H, _, D = q.shape
     prompt_tiles = sum(-(-(middle - begin) // TILE) for begin, middle, _ in segments.groups)
@@ -263,7 +302,7 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
     shape, others = kernel_shape(q, k), common(q, k, v, segments)
     tiles, G = segments.tables[1], k.shape[1]
     programs = len(tiles) * shape["PARTS"] * H
-    launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, **shape)
+    launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, WINDOW=window, **shape)
     shape = kernel_shape(q, k, True)
     launch(
         keys_kernel,
@@ -277,7 +316,9 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments):
         dv,
         delta,
         *shares,
+        segments.positions if window else None,
         *others,
+        WINDOW=window,
         **shape,
     )
     programs = prompt_tiles * shape["PARTS"] * G

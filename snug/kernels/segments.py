@@ -9,6 +9,10 @@ On a CPU a completion's attention has two parts: to its prompt and to itself. Ea
 logarithms of their sums tell how to join them. Backward is exact for each part if it gets the joint output and the
 joint log-sum: a probability is exp(score - joint log-sum), whatever the other part holds.
 
+A window limits how many tokens a token sees, itself included. On a CPU a longer segment is attended to in chunks of
+CHUNK queries, and a mask hides keys. The largest mask, a temporary, is of a group's completions: a number for each of
+their tokens and each of the prompt's last window - 1.
+
 Left out: prompts that share a beginning, and decoding (snug/decoding/attention.py). Test: pytest tests/test_segments.py
 """
 
@@ -21,7 +25,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from snug.device.kinds import kind_of
-from snug.kernels import flash, uses_triton
+from snug.kernels import LOWEST, flash, uses_triton
 from snug.kernels.flash import TILE
 
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -30,6 +34,7 @@ cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_
 ALONE = 256  # tokens; longer segments are not copied into a batch
 SIMILAR = 0.75  # segments of a batch have at least this share of the longest one's tokens
 MANY = 4  # neighbours of the same length; they are a batch without a copy
+CHUNK = 256  # queries that share a mask, where a segment is longer than the window
 
 
 class Segments:
@@ -66,6 +71,20 @@ class Segments:
         """-> (T,): where each token's segment begins."""
         return self.begins.repeat(self.lengths)
 
+    @cached_property
+    def position(self):
+        """(T,): each token's place in its sequence. A completion goes on behind its prompt."""
+        start = self.start()
+        position = np.arange(len(start)) - start
+        for begin, middle, end in self.groups:
+            position[middle:end] += middle - begin
+        return position
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """`position` on the device."""
+        return torch.from_numpy(self.position).to(self.device)
+
     def tiles(self):
         """-> (n, 5): tiles of at most TILE tokens, for the kernels' programs. A tile is of one prompt, or of the
         completions of one group.
@@ -83,14 +102,15 @@ class Segments:
                 completions.append((first, last, begin, middle, ends[np.searchsorted(ends, last)]))
         return np.array(prompts + completions)
 
-    def mask(self):
+    def mask(self, window: int = 0):
         """-> (T, T) boolean: True where the row's token sees the column's token."""
         start = self.start()
         token = np.arange(len(start))
         sees = (token >= start[:, None]) & (token <= token[:, None])
         for begin, middle, end in self.groups:
             sees[middle:end, begin:middle] = True
-        return torch.from_numpy(sees).to(self.device)
+        sees = torch.from_numpy(sees).to(self.device)
+        return sees & in_window(self.positions, self.positions, window) if window else sees
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,16 +186,30 @@ class Batch:
             row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
 
 
+def in_window(queries, keys, window: int):
+    """Positions of queries (M,) and of keys (N,) -> (M, N) boolean: True where the query may see the key."""
+    return (keys <= queries[:, None]) & (keys > queries[:, None] - window)
+
+
 def attend(q, k, v, mask=None, window: int = 0):
     """q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D). H / G query heads share a key head.
 
     mask: Segments (B = 1), or booleans, broadcast to (B, H, T, T). Default: causal. Right padding needs no mask: a
     causal row never sees what comes after it.
+    window: how many tokens a token sees, itself included; 0: all. Of other masks than Segments, neighbours in a row
+    have neighbouring positions.
     """
+    T = q.shape[2]
     if isinstance(mask, Segments):
+        if window >= mask.longest:
+            window = 0
         if uses_triton(q) or q.device.type == "cpu":
-            return Attend.apply(q, k, v, mask)
-        mask = mask.mask()
+            return Attend.apply(q, k, v, mask, window)
+        mask = mask.mask(window)
+    elif 0 < window < T:
+        position = torch.arange(T, device=q.device)
+        band = in_window(position, position, window)
+        mask = band if mask is None else mask & band
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
         # In float32 CUDA's fused attention does not share heads.
@@ -189,7 +223,7 @@ class Attend(torch.autograd.Function):
     """Saved: q, k, v, the output, and the logarithm of each softmax's sum, (1, H, T) float32."""
 
     @staticmethod
-    def forward(ctx, q, k, v, segments):
+    def forward(ctx, q, k, v, segments, window):
         if segments.kept:
             y, lse = segments.kept.pop()
         else:
@@ -197,11 +231,11 @@ class Attend(torch.autograd.Function):
             y = q.new_empty(1, T, H, D).transpose(1, 2)
             lse = q.new_empty(1, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
             fill = flash.forward if uses_triton(q) else forward_torch
-            fill(q, k, v, y, lse, segments)
+            fill(q, k, v, y, lse, segments, window)
             if segments.kept is not None:
                 segments.kept.append((y, lse))
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.segments = segments
+        ctx.segments, ctx.window = segments, window
         return y
 
     @staticmethod
@@ -211,40 +245,100 @@ class Attend(torch.autograd.Function):
         _, _, T, D = q.shape
         dq, dk, dv = (x.new_empty(1, T, x.shape[1], D).transpose(1, 2) for x in (q, k, v))
         fill = flash.backward if uses_triton(q) else backward_torch
-        fill(dy, q, k, v, y, lse, dq, dk, dv, ctx.segments)
-        return dq, dk, dv, None
+        fill(dy, q, k, v, y, lse, dq, dk, dv, ctx.segments, ctx.window)
+        return dq, dk, dv, None, None
 
 
-def forward_torch(q, k, v, y, lse, segments):
+def band(queries, keys, window: int, dtype):
+    """Positions of queries (M,) and of keys (N,) -> (M, N), what is added to scores."""
+    hidden = ~in_window(queries, keys, window)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, LOWEST)
+
+
+def chunks(q, window: int):
+    """q (n, H, L, D) -> (queries, the keys that they see, mask) of every CHUNK queries."""
+    position = torch.arange(q.shape[2])
+    for first in range(0, len(position), CHUNK):
+        queries = slice(first, first + CHUNK)
+        keys = slice(max(first - window + 1, 0), first + CHUNK)
+        yield queries, keys, band(position[queries], position[keys], window, q.dtype)
+
+
+def seen_of_prompt(segments, prompt, completions, window: int, dtype):
+    """-> what of a prompt its completions see, and which of its tokens, as a mask, where they differ.
+
+    A token that sees none has a log-sum of about LOWEST, so that its prompt's share is 0."""
+    if not window or segments.position[completions].max() < window:
+        return prompt, None
+    # A completion's first token sees the most.
+    prompt = slice(max(prompt.start, prompt.stop - window + 1), prompt.stop)
+    return prompt, band(segments.positions[completions], segments.positions[prompt], window, dtype)
+
+
+def attend_causal(q, k, v, window: int):
+    """q (n, H, L, D), k and v (n, G, L, D) -> the output, and the logarithm of the sum (n, H, L)."""
+    if not 0 < window < q.shape[2]:
+        return cpu_attention(q, k, v, 0.0, True)
+    parts = [
+        cpu_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=mask)
+        for queries, keys, mask in chunks(q, window)
+    ]
+    return [torch.cat(part, 2) for part in zip(*parts, strict=True)]
+
+
+def attend_causal_backward(dy, q, k, v, y, lse, window: int):
+    """-> dq, dk, dv."""
+    if not 0 < window < q.shape[2]:
+        return cpu_attention_backward(dy, q, k, v, y, lse, 0.0, True)
+    # Several chunks see a key. Their sum is rounded once.
+    sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
+    for queries, keys, mask in chunks(q, window):
+        dy_own, q_own, y_own, lse_own = (x[:, :, queries] for x in (dy, q, y, lse))
+        k_seen, v_seen = k[:, :, keys], v[:, :, keys]
+        gradients = cpu_attention_backward(
+            dy_own, q_own, k_seen, v_seen, y_own, lse_own, 0.0, False, attn_mask=mask
+        )
+        for gradient, total, tokens in zip(gradients, sums, (queries, keys, keys), strict=True):
+            total[:, :, tokens] += gradient
+    return [total.to(q.dtype) for total in sums]
+
+
+def forward_torch(q, k, v, y, lse, segments, window: int = 0):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
     for batch in segments.batches:
         inputs = [batch.take(x) for x in (q, k, v)]
-        y_batch, lse_batch = cpu_attention(*inputs, 0.0, True)
+        y_batch, lse_batch = attend_causal(*inputs, window)
         batch.put(y_batch, y)
         batch.put(lse_batch, lse)
-    for prompt, completions in segments.parts:
-        y_prompt, lse_prompt = cpu_attention(q[:, :, completions], k[:, :, prompt], v[:, :, prompt])
+    for prompt, completions in segments.parts if window != 1 else ():
+        seen, mask = seen_of_prompt(segments, prompt, completions, window, q.dtype)
+        y_prompt, lse_prompt = cpu_attention(
+            q[:, :, completions], k[:, :, seen], v[:, :, seen], attn_mask=mask
+        )
         lse_own = lse[:, :, completions]
         share = torch.sigmoid(lse_prompt - lse_own)[..., None].to(y.dtype)  # of the prompt
         y[:, :, completions].lerp_(y_prompt, share)
         torch.logaddexp(lse_own, lse_prompt, out=lse_own)
 
 
-def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments):
+def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments, window: int = 0):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
     for batch in segments.batches:  # every token is in one batch
         inputs = [batch.take(x) for x in (dy, q, k, v, y, lse)]
         if len(batch.padding):
             inputs[0].transpose(1, 2).flatten(0, 1)[batch.padding] = 0  # a view: `take` made a copy
-        gradients = cpu_attention_backward(*inputs, 0.0, True)
+        gradients = attend_causal_backward(*inputs, window)
         for gradient, row in zip(gradients, (dq, dk, dv), strict=True):
             batch.put(gradient, row)
-    for prompt, completions in segments.parts:
+    for prompt, completions in segments.parts if window != 1 else ():
         # of completions' queries for their prompt's keys
         dy_own, q_own, y_own, lse_own = (x[:, :, completions] for x in (dy, q, y, lse))
-        keys, values = k[:, :, prompt], v[:, :, prompt]
-        gradients = cpu_attention_backward(dy_own, q_own, keys, values, y_own, lse_own, 0.0, False)
+        seen, mask = seen_of_prompt(segments, prompt, completions, window, q.dtype)
+        keys, values = k[:, :, seen], v[:, :, seen]
+        gradients = cpu_attention_backward(
+            dy_own, q_own, keys, values, y_own, lse_own, 0.0, False, attn_mask=mask
+        )
         for gradient, row, tokens in zip(
-            gradients, (dq, dk, dv), (completions, prompt, prompt), strict=True
+            gradients, (dq, dk, dv), (completions, seen, seen), strict=True
         ):
             row[:, :, tokens] += gradient
