@@ -451,7 +451,7 @@ MUTANTS = [
     # snug/memory/meter.py
     ("meter: a phase's last peak", "snug/memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
     # snug/memory/plan.py
-    ("a plan forgets the deeper blocks", "snug/memory/plan.py", "return a + (b - a) * (depth - DEPTHS[0])", "return a + (b - a) * (depth - DEPTHS[1])", "test_plan.py"),
+    ("a plan forgets the deeper blocks", "snug/memory/plan.py", "steps = (depth - depths[0])", "steps = (depth - depths[-1])", "test_plan.py"),
     # snug/options/other_names.toml
     ("an answer names no option", "snug/options/other_names.toml", "evaluate.py takes --num_samples", "evaluate.py takes --num_sample", "test_settings.py"),
     # snug/options/__init__.py

@@ -170,7 +170,7 @@ def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatc
     prepared, settings = prepared_run(tmp_path, **CONFIGS[name] | dict(n_layer=5))
     settings.device = "cuda"
     shallow = plan(dry_run(prepared), settings)
-    monkeypatch.setattr(planning, "DEPTHS", (5, 5))
+    monkeypatch.setattr(planning, "depths_of", lambda depth, period: [depth])
     whole = plan(dry_run(prepared), settings)
     for name, (peak, parts) in whole.phases.items():
         assert shallow.phases[name][0] == peak
