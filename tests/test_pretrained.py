@@ -38,7 +38,6 @@ CASES = {  # name: (transformers' config class, its keywords)
     "llama 3": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=LLAMA3, head_dim=16, rms_norm_eps=1e-5)),
     "mistral": ("MistralConfig", SMALL | ROPE | dict(sliding_window=None, head_dim=16)),
     "mistral sliding": ("MistralConfig", SMALL | ROPE | dict(sliding_window=50)),
-    "qwen2 sliding": ("Qwen2Config", SMALL | ROPE | dict(use_sliding_window=True, sliding_window=50, max_window_layers=1)),
     "llama linear": ("LlamaConfig", SMALL | dict(max_position_embeddings=512, rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
     "qwen2": ("Qwen2Config", SMALL | ROPE),
     "qwen3 tied": ("Qwen3Config", SMALL | ROPE | dict(head_dim=16, tie_word_embeddings=True)),
@@ -133,20 +132,12 @@ def test_a_smaller_block_size_than_the_folders_limits_the_run(tmp_path):
         shape(theirs + 1)
 
 
-def test_a_window_limits_the_block_size(tmp_path):
-    """A sequence is never longer than the window: there transformers' logits become others. Without the key it is 4096."""
-    theirs = their_model("mistral sliding")
-    theirs.save_pretrained(tmp_path / "a")
-    tokens = torch.randint(97, (1, 51), generator=torch.Generator().manual_seed(5))
-    ours = GPT.from_pretrained(tmp_path / "a", block_size=512)
-    with torch.no_grad():
-        difference = (theirs(tokens).logits - logits_of(ours, tokens)).abs().amax(-1)[0]
-    assert difference[:50].max() < 1e-5 and difference[50] > 1e-3
-    with pytest.raises(ValueError, match="a sequence of 51 tokens is longer than block_size=50"):
-        GPT.from_pretrained(tmp_path / "a")(tokens)
-    for window, positions, block_size in ((None, 512, 512), (600, 512, 512), ("gone", 512, 512), ("gone", 10**5, 4096)):
-        change_config(tmp_path / "a", sliding_window=window, max_position_embeddings=positions)
-        assert read_shape(tmp_path / "a")["block_size"] == block_size
+def test_a_mistral_has_a_window_unless_its_file_says_no(tmp_path):
+    """Without the key it is 4096."""
+    their_model("mistral sliding").save_pretrained(tmp_path / "a")
+    for window, expected in ((50, 50), (None, None), ("gone", 4096)):
+        change_config(tmp_path / "a", sliding_window=window)
+        assert read_shape(tmp_path / "a").get("sliding_window") == expected
 
 
 def test_older_files_are_read(tmp_path):
@@ -231,14 +222,21 @@ def change_config(folder, **changes):
 
 
 CONFIGS = {
-    "model_type='gemma3_text' is not supported; only 'gpt2' or 'llama' or 'mistral' or 'qwen2' or 'qwen3'": dict(
-        model_type="gemma3_text", architectures=["Gemma3ForCausalLM"]
-    ),
+    "model_type='gemma2' is not supported; only 'gpt2' or 'llama' or 'qwen2' or": dict(model_type="gemma2"),
+    "final_logit_softcapping=30.0 is not supported": dict(final_logit_softcapping=30.0),
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
-    "sliding_window=-1": dict(use_sliding_window=True, sliding_window=-1),
+    "use_sliding_window=True": dict(use_sliding_window=True, sliding_window=64),
+    "sliding_window=-1": dict(model_type="mistral", sliding_window=-1),
+    "layers of two kinds are not supported": dict(
+        model_type="olmo3", sliding_window=8, layer_types=["full_attention", "sliding_attention"]
+    ),
     "attention_bias=True": dict(attention_bias=True),
     "mlp_bias=True": dict(model_type="llama", mlp_bias=True),
-    "rope_type='yarn'": dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
+    "rope_type='dynamic'": dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)),
+    "original_max_position_embeddings=None": dict(rope_parameters=dict(rope_type="yarn", factor=4.0)),
+    "mscale_all_dim=1.0": dict(
+        rope_parameters=dict(rope_type="yarn", factor=4.0, mscale_all_dim=1.0, original_max_position_embeddings=64)
+    ),
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "hidden_size=None": dict(hidden_size="gone"),
@@ -306,7 +304,7 @@ def test_an_index_names_files_of_its_folder_only(folder, tmp_path):
 def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path):
     for parts in (dict(norm="rmsnorm"), dict(mlp="swiglu"), dict(n_kv_head=2), dict(qk_norm=True)):
         model = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=4, n_embd=16, **parts))
-        with pytest.raises(SnugError, match="no architecture of gpt2, llama, mistral, qwen2, qwen3 has"):
+        with pytest.raises(SnugError, match="no architecture of gpt2, llama, qwen2, qwen3, olmo2, .* has"):
             save_pretrained(model, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 

@@ -221,20 +221,17 @@ def test_attention_is_exact_where_one_part_has_nearly_all():
             torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 256])
 @pytest.mark.parametrize("window", [1, 2, 7, 33, 64])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_windows_are_those_of_the_dense_mask(groups, window, chunk):
-    with patch.object(module, "CHUNK", chunk):
-        assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, window)
-        assert_attention(GROUPS[groups], torch.float32, 1e-5, 1e-5, window)
+def test_windows_are_those_of_the_dense_mask(groups, window):
+    assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, window)
+    assert_attention(GROUPS[groups], torch.float32, 1e-5, 1e-5, window)
 
 
 @settings(deadline=None)
-@given(some_groups, st.integers(1, 20), st.sampled_from([1, 4, 256]), st.integers(0, 99))
-def test_windows_of_any_groups(groups, window, chunk, seed):
-    with patch.object(module, "CHUNK", chunk):
-        assert_attention(groups, torch.float64, 1e-12, 1e-12, window, seed=seed)
+@given(some_groups, st.integers(1, 20), st.integers(0, 99))
+def test_windows_of_any_groups(groups, window, seed):
+    assert_attention(groups, torch.float64, 1e-12, 1e-12, window, seed=seed)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -311,7 +308,7 @@ def test_what_is_kept_has_its_window():
 def test_attention_in_bfloat16(groups, window):
     """A value is rounded up to three times: each part, and the parts joined. Each is half of 2**-8 of a value no larger
     than the tensor's largest. A key's gradient is a sum of two such parts, and of probabilities and of their gradients
-    rounded to bfloat16; errors of a sum are as random as its terms. A window's chunks are added up in float32."""
+    rounded to bfloat16; errors of a sum are as random as its terms."""
     *given, dy = inputs(GROUPS[groups], torch.bfloat16)
     segments = Segments(GROUPS[groups])
     expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), segments, window)

@@ -9,9 +9,9 @@ On a CPU a completion's attention has two parts: to its prompt and to itself. Ea
 logarithms of their sums tell how to join them. Backward is exact for each part if it gets the joint output and the
 joint log-sum: a probability is exp(score - joint log-sum), whatever the other part holds.
 
-A window limits how many tokens a token sees, itself included. On a CPU a longer segment is attended to in chunks of
-CHUNK queries, and a mask hides keys. The largest mask, a temporary, is of a group's completions: a number for each of
-their tokens and each of the prompt's last window - 1.
+A window limits how many tokens a token sees, itself included. On a CPU a mask hides keys where a segment is longer than
+the window. Masks are temporary. The largest has a number for each pair of tokens of a segment, or for each token of a
+group's completions and each of the prompt's last window - 1.
 
 Left out: prompts that share a beginning, and decoding (snug/decoding/attention.py). Test: pytest tests/test_segments.py
 """
@@ -34,7 +34,6 @@ cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_
 ALONE = 256  # tokens; longer segments are not copied into a batch
 SIMILAR = 0.75  # segments of a batch have at least this share of the longest one's tokens
 MANY = 4  # neighbours of the same length; they are a batch without a copy
-CHUNK = 256  # queries that share a mask, where a segment is longer than the window
 
 
 class Segments:
@@ -255,13 +254,12 @@ def band(queries, keys, window: int, dtype):
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, LOWEST)
 
 
-def chunks(q, window: int):
-    """q (n, H, L, D) -> (queries, the keys that they see, mask) of every CHUNK queries."""
+def causal(q, window: int):
+    """What cpu_attention takes for q (n, H, L, D), to be causal and within the window."""
+    if not 0 < window < q.shape[2]:
+        return dict(is_causal=True)
     position = torch.arange(q.shape[2])
-    for first in range(0, len(position), CHUNK):
-        queries = slice(first, first + CHUNK)
-        keys = slice(max(first - window + 1, 0), first + CHUNK)
-        yield queries, keys, band(position[queries], position[keys], window, q.dtype)
+    return dict(is_causal=False, attn_mask=band(position, position, window, q.dtype))
 
 
 def seen_of_prompt(segments, prompt, completions, window: int, dtype):
@@ -275,39 +273,11 @@ def seen_of_prompt(segments, prompt, completions, window: int, dtype):
     return prompt, band(segments.positions[completions], segments.positions[prompt], window, dtype)
 
 
-def attend_causal(q, k, v, window: int):
-    """q (n, H, L, D), k and v (n, G, L, D) -> the output, and the logarithm of the sum (n, H, L)."""
-    if not 0 < window < q.shape[2]:
-        return cpu_attention(q, k, v, 0.0, True)
-    parts = [
-        cpu_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=mask)
-        for queries, keys, mask in chunks(q, window)
-    ]
-    return [torch.cat(part, 2) for part in zip(*parts, strict=True)]
-
-
-def attend_causal_backward(dy, q, k, v, y, lse, window: int):
-    """-> dq, dk, dv."""
-    if not 0 < window < q.shape[2]:
-        return cpu_attention_backward(dy, q, k, v, y, lse, 0.0, True)
-    # Several chunks see a key. Their sum is rounded once.
-    sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
-    for queries, keys, mask in chunks(q, window):
-        dy_own, q_own, y_own, lse_own = (x[:, :, queries] for x in (dy, q, y, lse))
-        k_seen, v_seen = k[:, :, keys], v[:, :, keys]
-        gradients = cpu_attention_backward(
-            dy_own, q_own, k_seen, v_seen, y_own, lse_own, 0.0, False, attn_mask=mask
-        )
-        for gradient, total, tokens in zip(gradients, sums, (queries, keys, keys), strict=True):
-            total[:, :, tokens] += gradient
-    return [total.to(q.dtype) for total in sums]
-
-
 def forward_torch(q, k, v, y, lse, segments, window: int = 0):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
     for batch in segments.batches:
         inputs = [batch.take(x) for x in (q, k, v)]
-        y_batch, lse_batch = attend_causal(*inputs, window)
+        y_batch, lse_batch = cpu_attention(*inputs, **causal(inputs[0], window))
         batch.put(y_batch, y)
         batch.put(lse_batch, lse)
     for prompt, completions in segments.parts if window != 1 else ():
@@ -327,7 +297,7 @@ def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments, window: int = 0):
         inputs = [batch.take(x) for x in (dy, q, k, v, y, lse)]
         if len(batch.padding):
             inputs[0].transpose(1, 2).flatten(0, 1)[batch.padding] = 0  # a view: `take` made a copy
-        gradients = attend_causal_backward(*inputs, window)
+        gradients = cpu_attention_backward(*inputs, 0.0, **causal(inputs[0], window))
         for gradient, row in zip(gradients, (dq, dk, dv), strict=True):
             batch.put(gradient, row)
     for prompt, completions in segments.parts if window != 1 else ():
