@@ -43,6 +43,7 @@ import torch
 from model import autocast
 from runs.loading import generator_state, load_run, restore_generators
 from sample import sample_episodes
+from snug.device.kinds import off_mps
 from snug.memory import Limits
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
@@ -105,7 +106,7 @@ def sample_and_score(model, prepared, rows, group_size, **options):
         ids=ids,
         length=rollouts.completion_lengths.tolist(),
         greedy=[options["temperature"] == 0] * len(ids),
-        logprob=rollouts.sampling_logprobs.double().sum(1).tolist(),
+        logprob=off_mps(rollouts.sampling_logprobs).double().sum(1).tolist(),
     )
     return [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from settings import own_surrogate
+from snug.device.kinds import off_mps
 from snug.memory.ledger import COMPONENTS
 
 COMPONENTS[__name__] = "loss"  # the name in --plan's table
@@ -84,7 +85,8 @@ def sequence_sum(values, lengths):
 
         values 1 2 3 4 5, lengths 3 2 -> 6 9
     """
-    return torch.segment_reduce(values, "sum", lengths=lengths.long(), unsafe=True)
+    sums = torch.segment_reduce(off_mps(values), "sum", lengths=off_mps(lengths).long(), unsafe=True)
+    return sums.to(values.device)
 
 
 def sequence_ratio(log_ratio, sequence, lengths):

@@ -66,7 +66,7 @@ class RunOptions:
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
     device: str = option(
-        "auto", "a torch device such as cpu or cuda:1; auto: cuda if available, else cpu"
+        "auto", "a torch device such as cpu, cuda:1 or mps; auto: cuda if available, else mps, else cpu"
     )
     dtype: str = option(
         "auto",
@@ -289,6 +289,7 @@ class Rule(NamedTuple):
     text: str = "{given} does not support {other}; use --{needed}"
 
 
+ON_DEVICE = dict(reference="device", teacher_device="device", grad_offload=False)
 RULES = [
     Rule("dtype", "float32", dict(param_dtype="float32")),
     Rule("checkpoint_blocks", "none", dict(activation_offload=False)),
@@ -333,14 +334,13 @@ RULES = [
     Rule(
         "parallel",
         "fsdp",
-        dict(
-            reference="device",
-            teacher_device="device",
-            base_dtype="",
-            grad_offload=False,
-            memory_budget_gb="",
-        ),
+        ON_DEVICE | dict(base_dtype="", memory_budget_gb=""),
         "{given} does not support {other}; use --parallel=ddp",
+    ),
+    Rule(  # its host has the same memory
+        "device",
+        "mps",
+        ON_DEVICE | dict(parallel="none", optimizer_device="device", activation_offload=False),
     ),
     *(Rule("loss_type", name, loss.needs) for name, loss in LOSSES.items()),
 ]

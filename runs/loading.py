@@ -48,7 +48,8 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     path, state = checkpoint.path, checkpoint.state
     settings, tokenizer = settings_of(state), tokenizer_of(checkpoint)
     device = pick_device(device, settings.tf32)
-    warn_without_kernels()
+    if device.type == "cuda":
+        warn_without_kernels()
     settings = with_dtype(settings, device.type)
     if is_pretrained(path) and settings.dtype == stored_dtype(state["weights"][0]) == "bfloat16":
         settings.param_dtype = "bfloat16"

@@ -150,6 +150,7 @@ MUTANTS = [
     ("processes: entropies of an earlier attempt", "grpo.py", "entropies[cut.sequences(step)] = 0", "pass", "test_parallel.py"),
     ("processes: all sample the first rows", "grpo.py", "before = turn * P + share.start", "before = turn * P", "test_parallel.py"),
     # loss.py
+    ("mps: an operation that it lacks", "loss.py", 'off_mps(values), "sum"', 'values, "sum"', "test_fake_mps.py"),
     ("wrong-sign advantage", "loss.py", "return -torch.min(bounded, clipped), stopped", "return torch.min(bounded, clipped), stopped", "test_loss.py"),
     ("teacher: dislikes are taught", "loss.py", "(teacher_logprobs - old_logprobs)", "(old_logprobs - teacher_logprobs)", "test_teacher.py"),
     ("teacher: its weight ignored", "loss.py", "per_token = per_token + options.teacher_coef * divergence", "per_token = per_token + divergence", "test_teacher.py"),
@@ -342,6 +343,7 @@ MUTANTS = [
     ("the idle team stays", "snug/device/cpu.py", "            team.end()\n            team = None", "            team = None", "test_cpu.py"),
     ("a thread of ours outlives the command", "snug/device/cpu.py", "        self.over.set()\n        self.join()", "        self.over.set()", "test_cpu.py"),
     # snug/device/cuda.py
+    ("mps: it does not wait for memory that is not pinned", "snug/device/cuda.py", "return numbers.to(device)\n", "return numbers.to(device, non_blocking=True)\n", "test_device.py"),
     ("gpu: a broken recording's pool is deleted", "snug/device/cuda.py", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))", "pass", "test_replay.py"),
     ("gpu: the cache emptied after a broken recording", "snug/device/cuda.py", "is_available() and not BROKEN", "is_available()", "test_replay.py"),
     ("gpu: lengths are not rounded", "snug/device/cuda.py", 'if kind_of(tokens) == "cuda" else length', 'if kind_of(tokens) == "none" else length', "test_batch.py"),
@@ -350,6 +352,8 @@ MUTANTS = [
     ("gpu: no weights are fetched ahead", "snug/device/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    block.arrival.wait()", "test_streams.py"),
     ("gpu: pages are unpinned during copies", "snug/device/host.py", "        torch.cuda.synchronize()\n", "", "test_streams.py"),
     ("two threads free memory and one is not counted", "snug/device/host.py", "        size = self.sizes.pop(key)[1]\n        self.current -= size", "        self.current -= self.sizes.pop(key)[1]", "test_memory.py"),
+    # snug/device/kinds.py
+    ("device: auto never is mps", "snug/device/kinds.py", 'return "mps" if torch.backends.mps.is_available() else "cpu"', 'return "cpu"', "test_device.py"),
     # snug/device/pick.py
     ("dtype: an old GPU computes in bfloat16", "snug/device/pick.py", "get_device_capability() < (8, 0)", "get_device_capability() < (7, 0)", "test_device.py"),
     ("dtype: bfloat16 weights compute in float32", "snug/device/pick.py", "if fast else settings.param_dtype", 'if fast else "float32"', "test_device.py"),
@@ -448,6 +452,7 @@ MUTANTS = [
     ("the next attempt has the same micro-batches", "snug/memory/limits.py", "cut.within(self.max_tokens_per_micro_batch)", "cut", "test_oom.py"),
     ("evaluations make the rollouts smaller", "snug/memory/limits.py", '"eval": "max_eval_batch"', '"eval": "max_rollout_batch"', "test_oom.py"),
     # snug/memory/meter.py
+    ("mps: a phase does not wait for its end", "snug/memory/meter.py", "torch.mps.synchronize()", "pass", "test_device.py"),
     ("meter: a phase's last peak", "snug/memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
     # snug/memory/plan.py
     ("a plan forgets the deeper blocks", "snug/memory/plan.py", "steps = (depth - depths[0])", "steps = (depth - depths[-1])", "test_plan.py"),
@@ -565,6 +570,7 @@ MUTANTS = [
     ("NF4: a plan with double quantization always", "training/dry_run.py", "double=stored is not False", "double=True", "test_nf4.py"),
     ("episodes: a plan without replies", "training/dry_run.py", "ask=self.prepared.toolbox", "ask=None", "test_agents.py"),
     # training/figures.py
+    ("mps: float64 on the device", "training/figures.py", "off_mps(logprobs).double()", "logprobs.double()", "test_fake_mps.py"),
     ("log: half a group of samples", "training/figures.py", "-(-settings.samples_per_iteration // k) * k", "settings.samples_per_iteration", "test_grpo.py"),
     ("report: the prompt among a sample's columns", "training/figures.py", 'columns.pop("prompt", "")', 'columns.get("prompt", "")', "test_grpo.py"),
     ("a function's rewards of the first part alone", "training/figures.py", "lists[name] += getattr(part, column).get(name, none)", "lists[name] += getattr(parts[0], column).get(name, none)", "test_parallel.py"),

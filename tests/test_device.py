@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,19 +10,23 @@ import torch
 from conftest import DEVICE, HOME
 from interpreted import compiles, cubin_resources
 
+import grpo
 import runs.loading
 import train_sft
 import training.loop
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug import kernels
+from snug.device import cuda
 from snug.device.cpu import stays_float32
 from snug.device.host import Ledger
-from snug.device.kinds import PlanningMode
+from snug.device.kinds import MIB, PlanningMode, kind_planned
 from snug.device.pick import pick_device, with_dtype
 from snug.kernels import uses_triton, why_no_kernels
 from snug.logprobs.head import ALREADY_ADDED
+from snug.memory import MemoryMeter, fit
 from snug.options import SnugError
+from training.dry_run import DryRun
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU answers otherwise than the faked ones")
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update it\nmore"
@@ -90,7 +95,7 @@ def test_a_command_ends_with_one_line_and_2(tmp_path):
 
 
 def test_other_devices_are_refused(h100):
-    assert "snug runs on cpu and cuda; use another device, or" in refused("mps")
+    assert "snug runs on cpu, cuda and mps; use another device, or" in refused("xpu")
     assert refused("gpu").startswith("device='gpu': ")
 
 
@@ -134,6 +139,96 @@ def test_a_run_asks_for_its_tf32(tmp_path, monkeypatch):
     train_sft.main(prepare(SFTSettings(**shape, tf32=True, out_dir=str(tmp_path / "run"))))
     runs.loading.load_run(tmp_path / "run", "cuda")
     assert asked == [("auto", True), ("cuda", True)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Apple's MPS. How the loops run on it: tests/test_fake_mps.py
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """A Mac: torch has MPS, whose tensors are on the CPU here. `mac.asked`: what was asked of torch.mps."""
+    zeros, mps = torch.zeros, SimpleNamespace(asked=[])
+    for name, answer in dict(
+        synchronize=None, empty_cache=None, driver_allocated_memory=5 * MIB, recommended_max_memory=100 * MIB
+    ).items():
+        monkeypatch.setattr(torch.mps, name, lambda name=name, answer=answer: mps.asked.append(name) or answer)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
+    monkeypatch.setattr(fit, "available_on_host", failing("macOS has no /proc", OSError))
+    return mps
+
+
+def test_auto_is_mps_where_there_is_no_cuda(mac, h100):
+    assert kind_planned("auto") == "cuda" and pick_device("auto").type == "cuda"
+    h100.setattr(torch.cuda, "is_available", lambda: False)
+    assert kind_planned("auto") == "mps" and pick_device("auto") == pick_device("mps") == torch.device("mps")
+    assert kind_planned("cpu") == "cpu"
+
+
+def test_without_mps_it_is_refused():
+    assert refused("mps") == (
+        "device='mps': torch finds no MPS, which needs an Apple chip and macOS 14; use another device, or --device=cpu"
+    )
+    with pytest.raises(SnugError, match="asks a device of the kind mps what is free, and there is none"):
+        fit.budget_of(GRPOSettings(device="mps", memory_budget_gb="auto"), "mps")
+
+
+def test_float32_is_the_default_on_mps():
+    assert with_dtype(GRPOSettings(), "mps").dtype == "float32"
+    assert with_dtype(GRPOSettings(param_dtype="bfloat16"), "mps").dtype == "bfloat16"
+
+
+def test_the_meter_of_mps_counts_tensors_and_waits_for_them(mac):
+    with MemoryMeter("mps") as meter:
+        with meter.phase("rollout"):
+            kept, gone = torch.empty(2**18), torch.empty(2**19)
+            del gone
+            assert mac.asked == []
+        assert mac.asked == ["synchronize", "driver_allocated_memory"]
+        stats = meter.stats()
+    assert stats["mem_max_alloc_mb_rollout"] == 3 and stats["mem_alloc_mb"] == 1 and stats["mem_reserved_mb"] == 5
+    assert len(kept)
+    cuda.empty_cache()
+    assert mac.asked[-1] == "empty_cache"
+
+
+def test_a_budget_on_mps_is_a_share_of_what_metal_recommends(mac):
+    settings = GRPOSettings(memory_budget_gb="auto")
+    assert fit.budget_of(settings, torch.device("mps")) == 95 * MIB
+    assert "teacher_device" in fit.ladder(replace(settings, teacher="t"), "cuda", 3, 5)
+    steps = fit.ladder(replace(settings, teacher="t"), "mps", 3, 5)
+    assert not {"reference", "teacher_device", "optimizer_device", "grad_offload", "activation_offload"} & steps.keys()
+    shape = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, eval_prompts=0)
+    prepared = prepare(GRPOSettings(**shape, memory_budget_gb="auto"))
+    said = []
+    fit.apply(DryRun(prepared, grpo.iterate), with_dtype(prepared.settings, "mps"), torch.device("mps"), said.append)
+    assert said[-1].startswith("planned: peak_gib=0.0")
+
+
+def test_the_mps_that_auto_chose_refuses_what_it_cannot_do(mac):
+    settings = GRPOSettings(digits=1, optimizer_device="host", plan=True)
+    with pytest.raises(
+        SnugError, match="^device=mps does not support optimizer_device=host; use --optimizer_device=device$"
+    ):
+        training.loop.run(prepare(settings), "GRPO", grpo.iterate)
+
+
+def test_any_machine_plans_for_mps(capsys):
+    shape = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, eval_prompts=0)
+    training.loop.run(prepare(GRPOSettings(**shape, device="mps", plan=True)), "GRPO", grpo.iterate)
+    said = capsys.readouterr()
+    assert "planned for mps" in said.err + said.out and "warning" not in said.err
+
+
+def test_mps_waits_for_uploads_that_are_not_pinned(monkeypatch):
+    """torch copied memory to MPS that was already free (pytorch/pytorch issue 139550)."""
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **options: seen.append((device.type, options)) or x)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: seen.append("pinned") or x)
+    for kind in ("cpu", "mps", "cuda"):
+        cuda.upload([1, 2], torch.device(kind))
+    assert seen == [("cpu", {}), ("mps", {}), "pinned", ("cuda", dict(non_blocking=True))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

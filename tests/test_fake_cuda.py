@@ -63,8 +63,8 @@ SAMPLERS = {"greedy": dict(temperature=0.0), "sampled": dict(), "stop tokens": d
 class FakeGPU(PlanningMode):
     """Tensors are fake. Values that are read are 0 or True; `waits` counts what made the host wait, by function."""
 
-    def __init__(self):
-        super().__init__("cuda", Recorder())
+    def __init__(self, kind="cuda"):
+        super().__init__(kind, Recorder())
         self.waits, self.busy, FakeGPU.now = Counter(), False, self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -89,10 +89,16 @@ class FakeGPU(PlanningMode):
         return out
 
     def wait(self):
-        frame = sys._getframe(2)
+        self.waits[self.where()] += 1
+
+    def where(self):
+        """The function of ours that called."""
+        frame = sys._getframe(3)
         while not frame.f_code.co_filename.startswith(str(HOME)) or "site-packages" in frame.f_code.co_filename:
             frame = frame.f_back
-        self.waits[frame.f_code.co_qualname.removesuffix(".<locals>.<genexpr>")] += 1
+            if frame is None:
+                return "autograd"
+        return frame.f_code.co_qualname.removesuffix(".<locals>.<genexpr>")
 
 
 def upload(source, target, non_blocking=False):
@@ -129,7 +135,7 @@ def register():
 
 def iterate(mode, shape, options, micro_batches):
     """An iteration of GRPO of 8 sequences -> the waits of its training phase."""
-    common = dict(device="cuda", task="addition", digits=1, eval_prompts=0, batch_size=2, group_size=4)
+    common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=2, group_size=4)
     common["dtype"] = "float32"
     tokens = 8 // micro_batches * (PROMPT + COMPLETION)
     settings = GRPOSettings(**common | shape | options, max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
@@ -179,7 +185,7 @@ def one_and_two(iteration, *arguments):
 
 
 def sft(mode, shape, micro_batches):
-    common = dict(device="cuda", task="addition", digits=1, eval_prompts=0, batch_size=8)
+    common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=8)
     settings = SFTSettings(**common | shape, max_tokens_per_micro_batch=8 // micro_batches * (PROMPT + COMPLETION))
     with unset_fake_temporarily():
         prepared = prepare(settings)
@@ -261,16 +267,21 @@ def main():
         print(json.dumps([name, told]), flush=True)
 
 
-@pytest.fixture(scope="module")
-def told(request):
+def run_apart(file):
+    """Run a file by itself -> {case: what it printed of it}."""
     from torch.utils import backend_registration
 
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch cannot register a device from Python")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{HOME}"}
-    result = subprocess.run([sys.executable, __file__], cwd=HOME, env=environment, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, file], cwd=HOME, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return dict(map(json.loads, result.stdout.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def told():
+    return run_apart(__file__)
 
 
 @pytest.mark.parametrize("name", cases())

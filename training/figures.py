@@ -8,6 +8,7 @@ import torch
 from data.rewards import repeat_columns
 from loss import kl_divergence
 from sample import Rollouts
+from snug.device.kinds import off_mps
 
 FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
 
@@ -80,7 +81,7 @@ def concatenated(parts: list[Scored], column: str) -> dict[str, list]:
 def metrics_of(loss, logprobs, entropy, micro, num_tokens):
     """A micro-batch's loss and, as token means over the step, its entropy and its distance to the sampler."""
     difference = (logprobs - micro.sampling_logprobs).abs()
-    mismatch = kl_divergence(micro.sampling_logprobs.double(), logprobs.double())
+    mismatch = kl_divergence(off_mps(micro.sampling_logprobs).double(), off_mps(logprobs).double())
     return dict(
         loss=loss.detach(),
         entropy=entropy.sum() / num_tokens,

@@ -6,6 +6,7 @@ Left out: what an iteration is. grpo.py and train_sft.py say that, in `iterate`.
 import random
 import signal
 from contextlib import ExitStack, chdir, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,16 +50,18 @@ def run(prepared, title, iterate) -> bool:
     -> False if a signal stopped it. Then the current iteration was finished and saved, for --resume=auto.
     """
     rehearse = DryRun(prepared, iterate)
-    settings = prepared.settings
+    settings, kind = prepared.settings, kind_planned(prepared.settings.device)
+    if kind == "mps":
+        replace(settings, device=kind).check()  # "auto" may have chosen it
     if settings.plan:
-        kind = kind_planned(settings.device)
         if kind == "cuda":
             warn_without_kernels()  # the plan is without them too
         say(show(rehearse, with_dtype(settings, kind)))
         return True
     processes = parallel.start(settings)
     device = pick_device(processes.device(settings.device), settings.tf32)
-    warn_without_kernels()
+    if kind == "cuda":
+        warn_without_kernels()
     with processes:
         settings = with_dtype(settings, device.type)
         prepared.settings = processes.first(apply(rehearse, settings, device, say))

@@ -95,7 +95,7 @@ class DecodeBatch:
         self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.u = torch.zeros(shape, device=self.device)
-        self.kind = kind_of(self.u)
+        self.kind = kind_of(self.u).replace("mps", "cuda")  # a GPU, too
         self.written = torch.zeros(shape, dtype=torch.bool, device=self.device) if ask else None
         self.turns = Turns(max_new_tokens, self.stop_tokens, is_over, ask) if is_over or ask else None
         # A prompt stays until its last sequence is over; by then other groups have started.

@@ -14,19 +14,23 @@ BROKEN = []  # memory pools of CUDA graphs whose recording failed: no more graph
 
 
 def padded(length: int, tokens: torch.Tensor) -> int:
-    """How long a row of `tokens` is made: on CUDA a multiple of 16 tokens.
+    """How long a row of `tokens` is made: on a GPU a multiple of 16 tokens.
 
-    So a run has few shapes: the allocator can reuse its blocks, and the libraries their choice of kernels.
+    So a run has few shapes: the allocator can reuse its blocks, and the libraries their choice of kernels, or on MPS
+    their graphs.
     """
-    return -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) == "cuda" else length
+    return -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) != "cpu" else length
 
 
 def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
-    """Numbers to the device; to a GPU from pinned memory, so that the host does not wait. On a CPU it may be a view."""
+    """Numbers to the device; on CUDA from pinned memory, so that the host does not wait. On a CPU it may be a view.
+
+    MPS has to wait: it reads memory that is not pinned later, when it may be free.
+    """
     numbers = torch.as_tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        numbers = numbers.pin_memory()
-    return numbers.to(device, non_blocking=True)
+    if device.type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def keep_broken(pool):
@@ -42,3 +46,5 @@ def empty_cache():
     """
     if torch.cuda.is_available() and not BROKEN:
         torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()

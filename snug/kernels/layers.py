@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from snug.device import cpu
 from snug.device.host import new_on_host
-from snug.device.kinds import kind_of
+from snug.device.kinds import kind_of, off_mps
 from snug.device.streams import aside
 from snug.kernels.nf4 import NF4, NF4Linear, product, takes_product
 from snug.memory.ledger import component
@@ -130,7 +130,8 @@ class Embed(torch.autograd.Function):
         (tokens,), weight = ctx.saved_tensors, ctx.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        ids, order = tokens.flatten().sort()  # tokens 7 3 7: ids 3 7 7
+        # Tokens 7 3 7: ids 3 7 7. On the host, for MPS has sorted 64-bit numbers wrongly on some versions of macOS.
+        ids, order = (x.to(dx.device) for x in off_mps(tokens).flatten().sort())
         # The bin of each token: 0 1 1
         bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])
         dx = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))

@@ -202,7 +202,7 @@ def attend(q, k, v, mask=None, window: int = 0):
     if isinstance(mask, Segments):
         if window >= mask.longest:
             window = 0
-        if uses_triton(q) or q.device.type == "cpu":
+        if uses_triton(q) or kind_of(q) == "cpu":
             return Attend.apply(q, k, v, mask, window)
         mask = mask.mask(window)
     elif 0 < window < T:

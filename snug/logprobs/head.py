@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from snug.device.cpu import fast_products
-from snug.device.kinds import MIB, is_planned, kind_of, logits_budget
+from snug.device.kinds import MIB, is_planned, kind_of, logits_budget, off_mps
 from snug.kernels import has_tensor_cores, nothing_to_do, uses_triton
 from snug.logprobs.divergence import Teacher, divergence_rows
 from snug.logprobs.rows import (
@@ -47,7 +47,7 @@ def rows_per_chunk(
 
     The products of a chunk read the whole head and add to its whole gradient, so with few rows they are bound by
     memory, not arithmetic. The default on a CPU is what a laptop can spare: 16 MiB, 73 rows at V = 50,257 in float32,
-    or a quarter of the head. A head of 260 MiB is a third faster with 65 MiB. 256 MiB on CUDA: 876 rows at V = 151,936
+    or a quarter of the head. A head of 260 MiB is a third faster with 65 MiB. 256 MiB on a GPU: 876 rows at V = 151,936
     in bfloat16. An H200 does 165 FLOP in the time of a byte; products that give hidden states take 165 rows to be bound
     by arithmetic, the one that adds to dweight 330.
     """
@@ -360,7 +360,7 @@ class HeadLoss(torch.autograd.Function):
         dhidden, dweight = ctx.saved_tensors
         if ctx.into_grad:
             # On CUDA the device checks this, and the host does not wait.
-            torch._assert_async(dloss == 1, ALREADY_ADDED)
+            torch._assert_async(off_mps(dloss) == 1, ALREADY_ADDED)
             if dhidden is not None:
                 # A second backward would lack dweight. With another version autograd raises.
                 torch.autograd.graph.increment_version(dhidden)

@@ -29,6 +29,8 @@ def ladder(settings, kind, prompt, completion) -> dict:
     }
     if settings.depends_on_cut:
         del steps["max_tokens_per_micro_batch"]
+    if kind == "mps":  # its host has the same memory
+        return steps
     if settings.needs_reference:
         steps["reference"] = PLACES
     if settings.teacher:
@@ -85,17 +87,22 @@ def changes(before, after) -> str:
 
 
 def budget_of(settings, device) -> int | None:
-    """memory_budget_gb in bytes, or None. auto: what is free on the device, less a twentieth for fragmentation."""
+    """memory_budget_gb in bytes, or None. auto: what is free on the device (MPS: what Metal
+    recommends), less a twentieth for fragmentation."""
     if not settings.memory_budget_gb:
         return None
     if settings.memory_budget_gb != "auto":
         return int(float(settings.memory_budget_gb) * GIB)
-    if kind_planned(settings.device) == "cpu":
+    kind = kind_planned(settings.device)
+    if kind == "cpu":
         return int(0.95 * available_on_host())
-    if not torch.cuda.is_available():
+    if kind != kind_planned("auto"):
         raise SnugError(
-            "memory_budget_gb='auto' asks a CUDA device what is free, and there is none; write GiB, such as 24"
+            f"memory_budget_gb='auto' asks a device of the kind {kind} what is free, and there is none; write GiB, "
+            "such as 24"
         )
+    if kind == "mps":
+        return int(0.95 * torch.mps.recommended_max_memory())
     return int(0.95 * torch.cuda.mem_get_info(device)[0])
 
 
@@ -123,7 +130,8 @@ def apply(dry_run, settings, device, say):
     fitted, planned = fit(dry_run, settings, budget)
     change = changes(settings, fitted)
     own = planned.peak if planned.kind == "cpu" else 0  # a CPU is its own host
-    host, problem = max(0, available_on_host() - own), ""
+    host = max(0, available_on_host() - own) if planned.host else 0  # macOS cannot say
+    problem = ""
     if planned.host > host:
         problem = (
             f"the plan takes {planned.host / GIB:.3g} GiB of the host, which has {host / GIB:.3g} GiB left; "

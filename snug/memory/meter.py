@@ -6,7 +6,8 @@
         meter.stats()  # {"mem_alloc_mb": ..., "mem_max_alloc_mb": ..., "mem_max_alloc_mb_rollout": ..., ...}
 
 On CUDA the figures are the caching allocator's. On a CPU they are the exact bytes of live tensors (ledger.py), and
-"reserved" is the process's resident size. All `*_mb` are MiB (2**20 bytes).
+"reserved" is the process's resident size. MPS keeps no peak: there tensors are counted as on a CPU, those of the host
+too, for it is the same memory; "reserved" is what Metal's driver holds. All `*_mb` are MiB (2**20 bytes).
 
 Left out: other devices' counters; memory that is not tensors.
 """
@@ -51,7 +52,9 @@ class MemoryMeter:
         return self.live.current if self.live else torch.cuda.memory_allocated(self.device)
 
     def reserved(self):
-        """Bytes held by CUDA's caching allocator; on a CPU the process's resident size."""
+        """Bytes held by CUDA's caching allocator or Metal's driver; on a CPU the process's resident size."""
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()
         return resident_bytes() if self.live else torch.cuda.memory_reserved(self.device)
 
     def peak_since_reset(self):
@@ -82,6 +85,8 @@ class MemoryMeter:
             self.now = None
             if not self.live:
                 torch.cuda.synchronize(self.device)
+            if self.device.type == "mps":
+                torch.mps.synchronize()
             entry = self.phases.setdefault(name, {"peak": 0, "seconds": 0.0})
             entry["seconds"] += time.perf_counter() - started
             entry["peak"] = max(entry["peak"], self.peak_since_reset())

@@ -17,9 +17,11 @@ sums dq in float32. Ops are trusted not to allocate more inside than they return
 
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from snug.device.host import Ledger
 from snug.device.kinds import MIB, PlanningMode, is_planned, kind_planned
@@ -152,7 +154,7 @@ def deepen(shallow: Peak, deep: Peak, steps: float):
 class Plan:
     """Bytes. phases: name -> (peak, {component: bytes}); biggest: (bytes, what), in the phase that has the peak."""
 
-    kind: str  # "cuda" or "cpu"
+    kind: str  # "cuda", "mps" or "cpu"
     peak: int
     host: int
     phase: str
@@ -195,7 +197,9 @@ def plan(dry_run, settings) -> Plan:
     recorded = []  # by depth: {stretch: Peak} of the device, the same of the host
     for n_layer in depths:
         host = Recorder()
-        with PlanningMode(kind, host), PlanMeter(host) as meter:
+        # On MPS torch's attention that trains is this one, which keeps its weights for backward.
+        attention = sdpa_kernel(SDPBackend.MATH) if kind == "mps" else nullcontext()
+        with PlanningMode(kind, host), attention, PlanMeter(host) as meter:
             dry_run(settings, n_layer, meter)
         recorded.append(
             [
