@@ -25,6 +25,8 @@ CAPABILITIES = [
     pytest.param(sm, marks=[] if sm in (80, 90) else pytest.mark.long) for sm in (75, 80, 86, 89, 90, 100, 120)
 ]
 
+AMD = {"gfx942": 64, "gfx1100": 32}  # MI300, RX 7900: lanes of a warp
+
 # Bytes of shared memory that a program may ask for.
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SHARED = {capability: kib * 1024 for capability, kib in SHARED.items()}
@@ -56,6 +58,16 @@ def run_interpreted(file, request) -> int:
     return int(re.search(r"(\d+) passed", result.stdout)[1])
 
 
+def compile_for_amd(kernel, source, options):
+    """With what `launch` leaves of the options."""
+    options.pop("maxnreg", None)
+    for name, lanes in AMD.items():
+        target = triton.backends.compiler.GPUTarget("hip", name, lanes)
+        compiled = triton.compile(source, target=target, options=options)
+        print(f"{name} {kernel.__name__}: {compiled.metadata.shared} bytes of shared memory")
+        assert compiled.metadata.shared <= 64 * 1024
+
+
 def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder, **options):
     """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
     "SHARED" is what a launch asks for.
@@ -71,6 +83,8 @@ def cubin_resources(kernel, capability, pointers, constants, aligned, warps, fol
     source = triton.compiler.ASTSource(kernel, types, values, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": warps} | options)
+    if capability == 86:  # with --long
+        compile_for_amd(kernel, source, {"num_warps": min(16, warps)} | options)
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -358,6 +358,8 @@ MUTANTS = [
     ("dtype: an old GPU computes in bfloat16", "snug/device/pick.py", "get_device_capability() < (8, 0)", "get_device_capability() < (7, 0)", "test_device.py"),
     ("dtype: bfloat16 weights compute in float32", "snug/device/pick.py", "if fast else settings.param_dtype", 'if fast else "float32"', "test_device.py"),
     ("gpu: sums of products in bfloat16", "snug/device/pick.py", "products.allow_bf16_reduced_precision_reduction = False", "pass", "test_device.py"),
+    # snug/kernels/__init__.py
+    ("amd: an option of NVIDIA's Triton", "snug/kernels/__init__.py", 'constants.pop("maxnreg", None)', "pass", "test_device.py"),
     # snug/kernels/adamw.py
     ("gpu: stochastic rounding with 12 bits", "snug/kernels/adamw.py", "spare).bitwise_and_(0xFFFF)", "spare).bitwise_and_(0xFFF)", "test_adamw_kernel.py"),
     ("gpu: weights rounded with the moments' bits", "snug/kernels/adamw.py", "mix_bits(bits ^ key) & 0xFFFF", "bits & 0xFFFF", "test_adamw_kernel.py"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,9 +23,10 @@ from snug.device.cpu import stays_float32
 from snug.device.host import Ledger
 from snug.device.kinds import MIB, PlanningMode, kind_planned
 from snug.device.pick import pick_device, with_dtype
-from snug.kernels import uses_triton, why_no_kernels
+from snug.kernels import has_tensor_cores, uses_triton, why_no_kernels
 from snug.logprobs.head import ALREADY_ADDED
 from snug.memory import MemoryMeter, fit
+from snug.memory.limits import is_out_of_memory
 from snug.options import SnugError
 from training.dry_run import DryRun
 
@@ -229,6 +231,48 @@ def test_mps_waits_for_uploads_that_are_not_pinned(monkeypatch):
     for kind in ("cpu", "mps", "cuda"):
         cuda.upload([1, 2], torch.device(kind))
     assert seen == [("cpu", {}), ("mps", {}), "pinned", ("cuda", dict(non_blocking=True))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# AMD's GPUs, which torch names cuda
+
+
+def test_amd_gets_no_option_that_its_triton_lacks(monkeypatch):
+    """Nor more lanes than a program may have: a warp of CDNA has 64."""
+    seen = []
+    kernel = {(1,): lambda *arguments, **options: seen.append(options)}
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    for hip in (None, "6.4"):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        for options in (
+            dict(maxnreg=64, M=2),
+            dict(num_warps=32),
+            dict(num_warps=8, num_stages=1, enable_fp_fusion=False),
+        ):
+            kernels.launch(kernel, (1,), torch.empty(1), **options)
+    assert seen[:3] == [dict(maxnreg=64, M=2), dict(num_warps=32), seen[2]]
+    assert seen[3:] == [dict(M=2, num_warps=4), dict(num_warps=16), seen[2]]
+    if kernels.triton is not None:
+        from triton.backends.amd.compiler import HIPOptions
+
+        assert seen[3].keys() | seen[5].keys() <= HIPOptions.__dataclass_fields__.keys() | {"M"}
+
+
+def test_amd_takes_the_ways_without_tensor_cores(h100):
+    """Their blocks fit into 64 KiB of shared memory."""
+    tensor = SimpleNamespace(is_cuda=True, device="cuda")
+    assert has_tensor_cores(tensor)
+    h100.setattr(torch.version, "hip", "6.4")
+    h100.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    assert not has_tensor_cores(tensor) and has_tensor_cores(torch.empty(1))
+    assert pick_device("auto") == torch.device("cuda", 0) and with_dtype(GRPOSettings(), "cuda").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "message", ["HIPBLAS_STATUS_ALLOC_FAILED", "HIP error: out of memory", "MPS backend out of memory"]
+)
+def test_out_of_memory_of_amd_and_mps_is_known(message):
+    assert is_out_of_memory(RuntimeError(f"{message} (and more)"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

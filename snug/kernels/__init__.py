@@ -77,8 +77,13 @@ def warn_without_kernels():
 
 
 def has_tensor_cores(tensor: torch.Tensor) -> bool:
-    """Has its device tensor cores for bfloat16? Ampere and later have; tests on a CPU compute as if it had."""
-    return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    """Has its device tensor cores for bfloat16? Ampere and later have; tests on a CPU compute as if it had.
+
+    AMD's GPUs count as without: they too have 64 KiB of shared memory, and not every product with another result type.
+    """
+    if not tensor.is_cuda:
+        return True
+    return not torch.version.hip and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def nothing_to_do(tensor: torch.Tensor) -> bool:
@@ -87,7 +92,13 @@ def nothing_to_do(tensor: torch.Tensor) -> bool:
 
 
 def launch(kernel, grid: tuple, tensor: torch.Tensor, *arguments, **constants):
-    """Run a kernel, whose first argument is `tensor`, on its device; for a tensor without data do nothing."""
+    """Run a kernel, whose first argument is `tensor`, on its device; for a tensor without data do nothing.
+
+    AMD: Triton has no maxnreg there, and a program has at most 1,024 lanes, which are 16 warps of 64.
+    """
+    if torch.version.hip:
+        constants.pop("maxnreg", None)
+        constants["num_warps"] = min(16, constants.get("num_warps", 4))
     if not nothing_to_do(tensor):
         with torch.cuda.device_of(tensor):
             kernel[grid](tensor, *arguments, **constants)

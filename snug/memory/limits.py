@@ -16,8 +16,13 @@ from snug.device.streams import settle
 from snug.options import SnugError, first_line
 
 DECODED = {"rollout": "max_rollout_batch", "eval": "max_eval_batch"}  # phase -> its limit
-# Parts of the messages of cuBLAS, of CUDA's driver, and of a CPU.
-MESSAGES = "CUBLAS_STATUS_ALLOC_FAILED", "error: out of memory", "can't allocate memory"
+# Parts of the messages of cuBLAS and hipBLAS, of CUDA's and AMD's driver, of a CPU, and of MPS.
+MESSAGES = (
+    "BLAS_STATUS_ALLOC_FAILED",
+    "error: out of memory",
+    "can't allocate memory",
+    "MPS backend out of memory",
+)
 
 
 def is_out_of_memory(error: Exception) -> bool:
