@@ -410,6 +410,7 @@ MUTANTS = [
     ("model: linear scaling left out", "snug/kernels/rotary.py", "return frequency / config.rope_factor\n", "return frequency\n", "test_pretrained.py"),
     ("gpu: rotary gradient rotated forth", "snug/kernels/rotary.py", "        if BACK:\n            s = -s\n", "", "test_layer_kernels.py"),
     # snug/kernels/segments.py
+    ("mps: every group sees as the first", "snug/kernels/segments.py", "sees[row, row])", "sees[: row.stop - row.start, : row.stop - row.start])", "test_segments.py"),
     ("completions see those before them", "snug/kernels/segments.py", "self.begins.repeat(self.lengths)", "np.repeat([b for b, _, _ in self.groups], [e - b for b, _, e in self.groups])", "test_batch.py"),
     ("selective checkpointing attends again", "snug/kernels/segments.py", "        if segments.kept:\n", "        if False:\n", "test_model.py"),
     ("selective checkpointing keeps nothing", "snug/kernels/segments.py", "segments.kept.append((y, lse))", "pass", "test_model.py"),

@@ -164,6 +164,22 @@ def attend_dense(q, k, v, segments, window=0):
     return attend(q, k, v, segments.mask(window))
 
 
+def test_on_mps_no_group_has_the_scores_of_another():
+    shapes, real = [], module.F.scaled_dot_product_attention
+    q = torch.randn(1, 2, 29, 4)
+
+    def attention(q, k, v, attn_mask, **options):
+        shapes.append((q.shape[2], *attn_mask.shape))
+        return real(q, k, v, attn_mask=attn_mask, **options)
+
+    with (
+        patch.object(module, "kind_of", lambda x: "mps"),
+        patch.object(module.F, "scaled_dot_product_attention", attention),
+    ):
+        attend(q, q, q, Segments([(3, [5] * 4), (2, [1]), (3, [])]))
+    assert shapes == [(23, 23, 23), (3, 3, 3), (3, 3, 3)]
+
+
 def inputs(groups, dtype, heads=(4, 2), size=8, seed=0):
     """-> q (1, H, T, D), k, v (1, G, T, D), views of one tensor as in the model, and dy."""
     draw, (H, G) = torch.Generator().manual_seed(seed), heads
@@ -195,6 +211,12 @@ def assert_attention(groups, dtype, rtol, atol, window=0, **options):
 def test_attention_is_the_dense_one(groups, heads):
     assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, heads=heads)
     assert_attention(GROUPS[groups], torch.float32, 1e-5, 1e-5, heads=heads)
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_group_by_group_as_on_mps_is_the_dense_one(groups):
+    with patch.object(module, "kind_of", lambda x: "mps"):
+        assert_attention(groups, torch.float64, 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("alone, similar", [(0, 0.75), (256, 0.0), (18, 0.5)])
