@@ -62,6 +62,12 @@ def their_model(case):
     return model
 
 
+def some(*names):
+    """Run a test for these cases, and for the others with --long."""
+    cases = [case if case in names else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+    return pytest.mark.parametrize("pair", cases, indirect=True)
+
+
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory):
     """-> (transformers' model, the folder that it saved)."""
@@ -139,6 +145,7 @@ def test_gradients_are_transformers(pair):
         torch.testing.assert_close(value, expected[entry.name], atol=1e-10, rtol=1e-10, msg=entry.name)
 
 
+@some("gemma3", "phi4-mini", "olmo3")
 @pytest.mark.parametrize("way", ["none", "block", "selective"])
 def test_packed_is_padded(pair, way):
     """Prompts and completions up to 21 tokens, where the window has 12."""
@@ -151,19 +158,29 @@ def test_packed_is_padded(pair, way):
         assert_same(gradient(model, rollouts, Cut(rollouts, 0, budget, 3), options), oracle)
 
 
+@some("phi3 sliding")
 @pytest.mark.parametrize("way", ["plain", "drafts", "replies"])
-def test_the_sampler_is_the_naive_one(pair, way, monkeypatch):
-    """Ragged prompts, slots that get new sequences, completions of up to 50 tokens: the window's ring goes round."""
+def test_a_window_and_the_naive_sampler(pair, way, monkeypatch):
+    agree_with_naive(pair, way, monkeypatch)
+
+
+@some("gemma3", "smollm3", "phi4-mini", "olmo3")
+def test_the_sampler_is_the_naive_one(pair, monkeypatch):
+    agree_with_naive(pair, "plain", monkeypatch)
+
+
+def agree_with_naive(pair, way, monkeypatch):
+    """Ragged prompts, slots that get new sequences, completions of up to 44 tokens: the window's ring goes round."""
     model = GPT.from_pretrained(pair[1], dtype="float64")
-    prompts, options = [list(range(3, 8)), list(range(40, 62)), [9]], dict(seed=1, stop_token=(5, 17, 30))
+    prompts, options = [list(range(3, 8)), list(range(40, 62))], dict(seed=1, stop_token=(5, 17, 30))
     if way == "drafts":
         monkeypatch.setattr(drafts, "CACHED", 0)
     if way == "replies":
         options["respond"] = lambda row, ids: [7] * (5 + row) if len(ids) < 20 else None
-    rollouts = sample_groups(model, prompts, 4, 50, max_batch=5, **options)
+    rollouts = sample_groups(model, prompts, 4, 44, max_batch=5, **options)
     assert len({len(ids) for ids in rollouts.completions()}) > 3
     for i, ids in enumerate(rollouts.completions()):
-        expected, logprobs = generate_naive(model, prompts[i // 4], 50, row=i, **options)
+        expected, logprobs = generate_naive(model, prompts[i // 4], 44, row=i, **options)
         assert ids == expected, i
         found = rollouts.sampling_logprobs[i, : len(ids)].tolist()
         assert found == pytest.approx([logprob or 0.0 for logprob in logprobs], abs=1e-6)
@@ -193,9 +210,10 @@ def test_adapters_there_and_back(pair, tmp_path):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6, msg=name)
 
 
+@some("gemma3", "phi3 sliding")
 @pytest.mark.parametrize("options", [dict(beta=0.04), dict(lora_rank=4, base_dtype="nf4")], ids=["reference", "QLoRA"])
 def test_a_run_takes_what_was_planned(pair, options, tmp_path, monkeypatch):
-    """Training, sampling beyond a window of 8 tokens, the reference; within 0.1 % of the meter's peak."""
+    """Training, sampling beyond a window of 8 tokens, the reference; within 0.1 % of the meter, or 0.03 MiB."""
     never_stop(monkeypatch)
     config = GPT.from_pretrained(pair[1]).config
     config = dataclasses.replace(config, vocab_size=257, n_vocab=257, n_embd=128, n_hidden=256)
@@ -222,4 +240,4 @@ def test_a_run_takes_what_was_planned(pair, options, tmp_path, monkeypatch):
     grpo.main(prepared)
     measured = read_log(settings.out_dir)[-1]["mem_max_alloc_mb"]
     print(f"\n{family_of(config)}: planned {planned:.3f} MiB, measured {measured:.3f}")
-    assert planned == pytest.approx(measured, rel=1e-3)
+    assert planned == pytest.approx(measured, rel=1e-3, abs=0.03)
