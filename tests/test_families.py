@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import make_flat_model
 from padded import a_few, padded
 from test_grpo import never_stop
 from test_packed import assert_same, gradient, make_rollouts
@@ -25,6 +27,7 @@ from snug.memory.plan import MIB, plan
 from snug.pretrained.adapters import find_base, save_adapters
 from snug.pretrained.shapes import family_of, read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
+from snug.shape import GPTConfig
 from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
@@ -194,6 +197,91 @@ def test_an_export_is_the_folder_again(pair, tmp_path):
         assert torch.equal(again(tokens_of(2, 100)).logits, theirs(tokens_of(2, 100)).logits)
     assert again.config.model_type == theirs.config.model_type
     assert read_shape(tmp_path / "out") == read_shape(folder)
+
+
+def test_a_gemma_with_eyes_is_read_without_them(tmp_path):
+    """Its config.json has the text model's inside, and leaves out what the class has."""
+    text = dict(CASES["gemma3"][1], num_hidden_layers=2)
+    eyes = dict(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path / "in")
+    ours, tokens = GPT.from_pretrained(tmp_path / "in"), tokens_of(2, 40)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, token_type_ids=torch.zeros_like(tokens)).logits
+        torch.testing.assert_close(ours.logits(ours(tokens)), expected, atol=1e-5, rtol=1e-5)
+    save_pretrained(ours, tmp_path / "out")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "gemma3_text"
+
+
+@pytest.mark.parametrize(
+    "file", [dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, sliding_window=1024)]
+)
+def test_what_a_file_leaves_out_is_the_classs(file, tmp_path):
+    """Gemma 3 4B's config.json."""
+    file |= dict(model_type="gemma3_text", rope_scaling=dict(rope_type="linear", factor=8.0))
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gemma3", text_config=file)))
+    shape, theirs = read_shape(tmp_path), transformers.Gemma3TextConfig(**file)
+    assert (shape["n_head"], shape["n_kv_head"], shape["head_size"]) == (8, 4, 256)
+    assert (shape["vocab_size"], shape["block_size"]) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert shape["rope_theta"] == theirs.rope_parameters["full_attention"]["rope_theta"] and shape["rope_factor"] == 8
+    assert shape["rope_sliding_theta"] == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+    assert [GPTConfig(**shape).slides(i) for i in range(34)] == [kind[0] == "s" for kind in theirs.layer_types]
+
+
+def test_deepseeks_yarn(tmp_path):
+    """attn_factor takes back what YaRN does to attention by itself. An export says what it comes to."""
+    theirs = their_model("qwen3 yarn")
+    theirs.save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text())
+    config["rope_parameters"]["attn_factor"] = 0.8782488562869419  # 1 / (0.1 ln 4 + 1)
+    file.write_text(json.dumps(config))
+    assert read_shape(tmp_path / "in")["rope_attention_factor"] == pytest.approx(1)
+    save_pretrained(GPT.from_pretrained(tmp_path / "in"), tmp_path / "out")
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert again.rope_parameters["attention_factor"] == pytest.approx(1)
+
+
+ALONE = [
+    dict(zero_centered_norm=True),
+    dict(post_norm=True),
+    dict(post_norm=True, pre_norm=False),
+    dict(embedding_scale=3.0),
+    dict(query_scale=0.5),
+    dict(sliding_window=5),
+    dict(sliding_window=5, full_every=2),
+    dict(sliding_window=5, full_every=2, rope_sliding_theta=100.0),
+    dict(nope_every=2),
+    dict(rotary_fraction=0.5),
+    dict(qk_norm=True, qk_norm_joint=True),
+    dict(mlp="geglu"),
+    dict(rope_type="yarn", rope_factor=4.0, rope_original_block_size=8, rope_attention_factor=1.2),
+]
+
+
+@pytest.mark.parametrize("changes", ALONE, ids=lambda changes: " ".join(changes))
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_a_property_alone(shape, changes):
+    """It changes the model; packed rows are padded ones; the sampler is the naive one."""
+    if shape == "gpt2" and changes.keys() & {"nope_every", "rotary_fraction", "rope_type", "rope_sliding_theta"}:
+        changes = dict(changes, position="rotary")
+    if shape == "gpt2" and "zero_centered_norm" in changes:
+        changes = dict(changes, norm="rmsnorm")
+    model = make_flat_model(shape, dtype=torch.float64, block_size=48, **changes)
+    if not {"post_norm", "mlp", "norm", "position", "qk_norm_joint"} & changes.keys():  # they have other weights
+        plain = make_flat_model(shape, dtype=torch.float64, block_size=48)
+        plain.load_state_dict(model.state_dict())
+        tokens = torch.arange(16)[None]
+        assert (model(tokens) - plain(tokens)).abs().max() > 1e-3
+    rollouts, options = make_rollouts(), GRPOSettings(max_new_tokens=12, beta=0.1)
+    with padded(poison=7):
+        oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
+    assert_same(gradient(model, rollouts, Cut(rollouts, 0, 14, 3), options), oracle)
+    [ids] = sample_groups(model, [[1, 2, 3]], 1, 30, seed=4).completions()
+    assert ids == generate_naive(model, [1, 2, 3], 30, seed=4)[0]
 
 
 def test_adapters_there_and_back(pair, tmp_path):

@@ -42,6 +42,12 @@ CASES = {  # architecture: (transformers' config class, its keywords, tokenizer,
     "llama": ("LlamaConfig", ROPE, smollm2_like, "smollm"),
     "qwen2": ("Qwen2Config", ROPE, qwen_like, "qwen2"),
     "qwen3": ("Qwen3Config", ROPE | dict(head_dim=16, tie_word_embeddings=True), llama3_like, "llama-bpe"),
+    "gemma3": (
+        "Gemma3TextConfig",
+        dict(num_key_value_heads=2, rope_theta=5e3, head_dim=16, sliding_window=12),
+        smollm2_like,
+        "smollm",
+    ),
     "gpt2": ("GPT2Config", dict(tie_word_embeddings=True, n_inner=48), gpt2_like, "gpt-2"),
 }
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
@@ -95,6 +101,8 @@ def write_numbers(writer, architecture, config):
         numbers |= {"attention.head_count_kv": 2, "rope.dimension_count": config.head_dim}
         numbers |= {"attention.key_length": config.head_dim}
         floats = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 5e3}
+    if architecture == "gemma3":
+        numbers["attention.sliding_window"] = config.sliding_window
     for name, value in numbers.items():
         writer.add_uint32(f"{architecture}.{name}", value)
     for name, value in floats.items():
@@ -110,6 +118,8 @@ def theirs_as_ggufs(architecture, model):
         heads = dict(q_proj=config.num_attention_heads, k_proj=2).get(part)
         if architecture == "llama" and heads:  # llama.cpp rotates neighbours, where Hugging Face rotates halves
             value = value.reshape(heads, 2, -1, config.hidden_size).swapaxes(1, 2).reshape(value.shape)
+        if architecture == "gemma3" and part.endswith("norm"):
+            value = value + 1
         if part in ("c_attn", "c_proj", "c_fc") and value.ndim == 2:
             value = value.T
         if name != "lm_head.weight" or not config.tie_word_embeddings:

@@ -187,7 +187,8 @@ class Batch:
 
 def in_window(queries, keys, window: int):
     """Positions of queries (M,) and of keys (N,) -> (M, N) boolean: True where the query may see the key."""
-    return (keys <= queries[:, None]) & (keys > queries[:, None] - window)
+    age = queries[:, None] - keys
+    return (age >= 0) & (age < window)
 
 
 def attend(q, k, v, mask=None, window: int = 0):

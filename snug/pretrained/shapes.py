@@ -80,7 +80,6 @@ def read_config(folder: str | Path) -> dict:
     if config["model_type"] == "gemma3":  # with eyes; what it reads is a gemma3_text
         config |= config["text_config"] | dict(model_type="gemma3_text")
     Fields(config, path).want("model_type", *ARCHITECTURES)
-    config = FAMILIES.get(config["model_type"], {}).get("missing", {}) | config
     if quantization := Fields(config, path).get("quantization_config", dict, {}):
         quantized = Fields(
             {"bnb_4bit_quant_type": "fp4"} | quantization, f"{path}: quantization_config"
@@ -127,7 +126,8 @@ def gpt2_shape(c) -> dict:
 
 
 def llama_shape(c) -> dict:
-    family = c.values["model_type"]
+    family = FAMILIES[c.values["model_type"]]
+    c = Fields(family.get("missing", {}) | c.values, c.path)
     c.want("hidden_act", "silu")
     c.want("hidden_activation", "gelu_pytorch_tanh")
     for name in REFUSED.split():
@@ -135,8 +135,8 @@ def llama_shape(c) -> dict:
     heads = c.get("num_attention_heads", int)
     head_size = c.get("hidden_size", int) // heads
     shape = sizes(c, LLAMA, n_kv_head=heads, head_size=head_size, norm_eps=1e-6, tie_embeddings=False)
-    shape |= FAMILIES["llama"]["has"] | FAMILIES[family].get("has", {})
-    may_have = FAMILIES[family].get("may_have", ())
+    shape |= FAMILIES["llama"]["has"] | family.get("has", {})
+    may_have = family.get("may_have", ())
     if "nope_every" in may_have:
         interval = c.get("no_rope_layer_interval", int)
         marks = [mark == 0 for mark in c.values.get("no_rope_layers") or ()]
