@@ -360,6 +360,8 @@ MUTANTS = [
     ("gpu: sums of products in bfloat16", "snug/device/pick.py", "products.allow_bf16_reduced_precision_reduction = False", "pass", "test_device.py"),
     # snug/kernels/__init__.py
     ("amd: an option of NVIDIA's Triton", "snug/kernels/__init__.py", 'constants.pop("maxnreg", None)', "pass", "test_device.py"),
+    ("kernels: Triton's default says whether products are fused with sums", "snug/kernels/__init__.py", '    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")\n', "", "test_kernels.py"),
+    ("kernels: products are not fused with sums", "snug/kernels/__init__.py", '"TRITON_DEFAULT_FP_FUSION", "1"', '"TRITON_DEFAULT_FP_FUSION", "0"', "test_kernels.py"),
     # snug/kernels/adamw.py
     ("gpu: stochastic rounding with 12 bits", "snug/kernels/adamw.py", "spare).bitwise_and_(0xFFFF)", "spare).bitwise_and_(0xFFF)", "test_adamw_kernel.py"),
     ("gpu: weights rounded with the moments' bits", "snug/kernels/adamw.py", "mix_bits(bits ^ key) & 0xFFFF", "bits & 0xFFFF", "test_adamw_kernel.py"),

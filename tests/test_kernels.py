@@ -7,6 +7,7 @@ The interpreter has to be chosen before the kernels are imported, so one test ru
 TRITON_INTERPRET=1. The tests of values run there, and on CUDA.
 """
 
+import os
 import re
 import sys
 
@@ -275,6 +276,7 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
     print(f"sm_{capability} V={width} {dtype} draw {shape} warps={warps}", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128 and used["SHARED"] <= SHARED[capability]
     assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (width == 151936)
+    assert "fma.rn.f32" in ptx and "TRITON_DEFAULT_FP_FUSION" in os.environ
 
 
 @compiles

@@ -11,6 +11,7 @@ Left out: the kernels of log-probs (snug/logprobs/rows.py), decode attention and
 Test: pytest tests/test_kernels.py
 """
 
+import os
 import sys
 from functools import cache
 
@@ -33,6 +34,8 @@ LOWEST = -1e30
 LOG2_OF_E = 1.4426950408889634
 
 if triton is not None:
+    # Without it Triton 3.9 warns, and 3.10 adds and multiplies apart.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     LOG2E = constexpr(LOG2_OF_E)
     LN2 = constexpr(0.6931471805599453)
     LOW = constexpr(LOWEST)
