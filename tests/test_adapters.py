@@ -205,7 +205,7 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "no place for 1 tensors, ['base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
     f"q_proj.weight cannot be read (SafetensorError: File does not contain tensor {MODULE}B": tensor(B=None),
     f"has no place for 1 tensors, ['{MODULE}B": tensor(A=None),
-    "(RuntimeError: mat1 and mat2 shapes": tensor(A=torch.ones(3, 32)),
+    "mat1 and mat2 shapes cannot be multiplied (32x4 and 3x32))": tensor(A=torch.ones(3, 32)),
     "(RuntimeError: The size of tensor a (32) must": tensor(B=torch.ones(16, 4)),
 }
 

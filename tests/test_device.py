@@ -283,12 +283,14 @@ def test_out_of_memory_of_amd_and_mps_is_known(message):
 def triton_driver(h100, tmp_path):
     """Triton builds its launcher anew, as on a new machine."""
     from triton.backends.nvidia import driver
+    from triton.runtime import build
 
     h100.setenv("TRITON_CACHE_DIR", str(tmp_path))
     h100.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     yield h100
     driver.libcuda_dirs.cache_clear()
     driver.library_dirs.cache_clear()
+    getattr(build, "_find_compiler", driver.library_dirs).cache_clear()  # from Triton 3.9 on
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="without Triton nothing is built")

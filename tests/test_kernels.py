@@ -90,12 +90,14 @@ def test_kernel_draws_by_inverse_cdf(dtype, N, width, n_vocab, temperature):
 
 
 @in_kernels
-def test_kernel_draws_no_unlikely_token():
+def test_kernel_draws_no_unlikely_token(monkeypatch):
     """Three stretches; and no number out of range from a row with a NaN."""
     logits, u = (torch.tensor(x[:6], device=DEVICE) for x in rows_with_an_unlikely_end(3 * 4096))
     tokens, values = sample_tokens(Head(logits, logits.shape[1]), torch.eye(6, device=DEVICE), u, 0.9)
     assert (tokens < 256).all()
     assert_near(values, torch.log_softmax(logits.double() / 0.9, -1).gather(1, tokens[:, None])[:, 0], 2e-5)
+    # The interpreter's argmax, as of Triton 3.9, refuses a row of NaN. A GPU's gives some entry.
+    monkeypatch.setattr(np, "nanargmax", lambda x, **axis: np.argmax(np.nan_to_num(x, nan=-np.inf), **axis))
     logits[0, 5000], logits[1], logits[2, 7] = torch.nan, torch.nan, torch.inf
     tokens, values = sample_tokens(Head(logits, 12_000), torch.eye(6, device=DEVICE)[:3], u[:3], 0.9)
     assert values.isnan().all() and (tokens >= 0).all() and (tokens < 12_000).all()
@@ -319,4 +321,4 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
     # All threads store their parts, then the counter releases them; it acquires the others' parts, then all threads read.
     order = r"st\.global\S*|bar\.sync|atom\S*|ld\.global\S*|cp\.async\.c\S*"
     found = " ".join(op.split(".")[0] if op != "bar.sync" else "bar" for op in re.findall(order, ptx))
-    assert len(re.findall("st bar atom bar(?: bar)* ld", found)) == ptx.count("atom.global.gpu.acq_rel") == 1
+    assert len(re.findall("st (?:bar )+atom (?:bar )+ld", found)) == ptx.count("atom.global.gpu.acq_rel") == 1
