@@ -538,6 +538,8 @@ MUTANTS = [
     ("sandbox: one worker for all conversations", "snug/sandbox/child.py", 'talker, values = talker and talker.end(), [[None, ""]]', 'values = [[None, ""]]', "test_code.py"),
     # snug/sandbox/confine.py
     ("sandbox: the hook opens any file", "snug/sandbox/confine.py", "if not inside or event", "if event", "test_sandbox.py"),
+    ("sandbox: the library makes no function", "snug/sandbox/confine.py", "    function.__new__ os.putenv", "    os.putenv", "test_sandbox.py"),
+    ("sandbox: a module without a .pyc file is not imported", "snug/sandbox/confine.py", " marshal.dumps", "", "test_sandbox.py"),
     ("sandbox: dots lead out of a folder", "snug/sandbox/confine.py", ' and "/.." not in path', "", "test_sandbox.py"),
     ("sandbox: builtins decide what is text", "snug/sandbox/confine.py", "is text and", "is str and", "test_sandbox.py"),
     ("sandbox: Landlock is not in force", "snug/sandbox/confine.py", "            linux.landlock(folders)", "            pass", "test_sandbox.py"),

@@ -104,8 +104,8 @@ def taken():
 # The audit hook
 
 HARMLESS = frozenset(
-    """import compile marshal.loads builtins.id sys._getframe sys._getframemodulename array.__new__ os.putenv
-    os.unsetenv""".split()
+    """import compile marshal.loads marshal.dumps builtins.id sys._getframe sys._getframemodulename array.__new__
+    function.__new__ os.putenv os.unsetenv time.sleep""".split()
 )
 
 
