@@ -286,8 +286,8 @@ def test_a_config_is_utf_8_with_a_mark_or_without_and_the_line_of_another_letter
     path.write_bytes("seed = 3\nout_dir = 'é'\n".encode("utf-8-sig"))
     assert read_config(GRPOSettings, str(path)) == dict(seed=3, out_dir="é")
     path.write_bytes("seed = 3\nout_dir = 'é'\n".encode("latin1"))
-    assert "'utf-8' codec can't decode byte 0xe9" in (said := refused(read_config, GRPOSettings, str(path)))
-    assert "line 2" in said
+    said = refused(read_config, GRPOSettings, str(path)).lower()  # in the words of this version of Python
+    assert "utf-8" in said and "xe9" in said and "line 2" in said
     path.write_text(f"learning_rate = {10**400}")
     assert refused(read_config, SFTSettings, str(path)) == f"{path}:1: learning_rate=inf is not from 0 to inf"
 
