@@ -22,11 +22,11 @@ from gguf import GGUFValueType as Kind
 from snug.options import SnugError
 from snug.options.progress import counted
 from snug.options.typed import Fields
-from snug.pretrained.shapes import ARCHITECTURES, GPT2, LLAMA, LLAMA3_ROPE, shape_of
+from snug.pretrained.shapes import ARCHITECTURES, NAMES, ROPES, shape_of
 from snug.pretrained.tensors import entries, look_at_weights, write_json
 from snug.tokenizer.gguf import save_tokenizer
 
-NAMES = {  # the file's, which begin with the architecture, and GPTConfig's
+KEYS = {  # the file's, which begin with the architecture, and GPTConfig's
     "context_length": "block_size",
     "block_count": "n_layer",
     "attention.head_count": "n_head",
@@ -41,7 +41,7 @@ NAMES = {  # the file's, which begin with the architecture, and GPTConfig's
 }
 # llama.cpp's names and config.json's
 FAMILIES = dict(gpt2="gpt2", llama="llama", qwen2="qwen2", qwen3="qwen3", gemma3="gemma3_text")
-LLAMA3 = 8192, 1.0, 4.0  # LLAMA3_ROPE in all published models; a file has only what follows from it
+LLAMA3 = 8192, 1.0, 4.0  # ROPES["llama3"] in all published models; a file has only what follows from it
 PIECE = 2**21  # bytes of the file that are unpacked at a time
 
 
@@ -144,8 +144,8 @@ def config_of(file, metadata, tensors) -> dict:
     if family != "gemma3_text":
         fields.want("attention.sliding_window", 0)
     fields.want("rope.scaling.type", "none", "linear")
-    table = GPT2 if family == "gpt2" else LLAMA
-    config = {table.get(ours, ours): values[key] for key, ours in NAMES.items() if key in values}
+    table = NAMES.get(family, NAMES["llama"])
+    config = {table.get(ours, ours): values[key] for key, ours in KEYS.items() if key in values}
     config["architectures"], config["model_type"] = [ARCHITECTURES[family]], family
     config["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
     config["tie_word_embeddings"] = "output.weight" not in tensors
@@ -169,7 +169,7 @@ def llama3_rule(divisors, theta) -> dict:
     factor = float(divisors[-1])
     if not np.allclose(divisors * (kept + (1 - kept) / factor), 1, rtol=1e-4):
         raise SnugError("rope_freqs.weight is not by Llama 3's rule, which is not supported")
-    names = [name for name, _ in LLAMA3_ROPE.values()]
+    names = ROPES["llama3"].values()
     return dict(rope_type="llama3", factor=factor) | dict(zip(names, LLAMA3, strict=True))
 
 

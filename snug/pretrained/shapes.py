@@ -19,48 +19,11 @@ from snug.options import SnugError, in_one_line
 from snug.options.typed import Fields
 from snug.shape import GPTConfig, is_every
 
-FAMILIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
+TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
+NAMES, ROPES, FAMILIES = TABLE["names"], TABLE["ropes"], TABLE["families"]
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel"}
 ARCHITECTURES |= {name: family["architecture"] for name, family in FAMILIES.items()}
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
-GPT2 = dict(  # GPTConfig's name and config.json's
-    vocab_size="vocab_size",
-    block_size="n_positions",
-    n_layer="n_layer",
-    n_head="n_head",
-    n_embd="n_embd",
-    n_hidden="n_inner",
-    norm_eps="layer_norm_epsilon",
-    tie_embeddings="tie_word_embeddings",
-)
-LLAMA = dict(  # the same of all others
-    vocab_size="vocab_size",
-    block_size="max_position_embeddings",
-    n_layer="num_hidden_layers",
-    n_head="num_attention_heads",
-    n_kv_head="num_key_value_heads",
-    n_embd="hidden_size",
-    head_size="head_dim",
-    n_hidden="intermediate_size",
-    norm_eps="rms_norm_eps",
-    tie_embeddings="tie_word_embeddings",
-)
-LLAMA3_ROPE = {
-    "rope_original_block_size": ("original_max_position_embeddings", int),
-    "rope_low_freq_factor": ("low_freq_factor", float),
-    "rope_high_freq_factor": ("high_freq_factor", float),
-}
-YARN = {
-    "rope_original_block_size": ("original_max_position_embeddings", int),
-    "rope_low_freq_factor": ("beta_slow", float, 1.0),
-    "rope_high_freq_factor": ("beta_fast", float, 32.0),
-}
-LONGROPE = {
-    "rope_original_block_size": ("original_max_position_embeddings", int),
-    "rope_short_factor": ("short_factor", list),
-    "rope_long_factor": ("long_factor", list),
-}
-ROPES = dict(linear={}, llama3=LLAMA3_ROPE, yarn=YARN, longrope=LONGROPE)  # what a file says of each
 # What a GPT does not have
 REFUSED = """attention_bias mlp_bias use_sliding_window use_bidirectional_attention final_logit_softcapping
 attn_logit_softcapping"""
@@ -121,7 +84,7 @@ def gpt2_shape(c) -> dict:
     c.want("activation_function", "gelu_new", "gelu_pytorch_tanh")
     c.want("scale_attn_by_inverse_layer_idx", False)
     hidden = 4 * c.get("n_embd", int)
-    shape = sizes(c, GPT2, n_hidden=hidden, norm_eps=1e-5, tie_embeddings=True)
+    shape = sizes(c, NAMES["gpt2"], n_hidden=hidden, norm_eps=1e-5, tie_embeddings=True)
     return shape | dict(norm="layernorm", position="learned", mlp="gelu", bias=True)
 
 
@@ -134,7 +97,9 @@ def llama_shape(c) -> dict:
         c.want(name, False)
     heads = c.get("num_attention_heads", int)
     head_size = c.get("hidden_size", int) // heads
-    shape = sizes(c, LLAMA, n_kv_head=heads, head_size=head_size, norm_eps=1e-6, tie_embeddings=False)
+    shape = sizes(
+        c, NAMES["llama"], n_kv_head=heads, head_size=head_size, norm_eps=1e-6, tie_embeddings=False
+    )
     shape |= FAMILIES["llama"]["has"] | family.get("has", {})
     may_have = family.get("may_have", ())
     if "nope_every" in may_have:
@@ -169,8 +134,10 @@ def rope_shape(c, shape, may_have) -> dict:
     """Newer files have all in rope_parameters, perhaps by kind of layer; older ones rope_theta and rope_scaling."""
     kinds = c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {})
     values = kinds.get("full_attention", kinds)
-    top = {"rope_theta": 10000.0, "rope_type": values.get("type", "default")} | c.values
-    rope = Fields(top | values, c.path)
+    top = dict(
+        rope_theta=10000.0, rope_type=values.get("type", "default"), beta_slow=1.0, beta_fast=32.0
+    )
+    rope = Fields(top | c.values | values, c.path)
     rope.want("rope_type", "default", *ROPES)
     kind = rope.values["rope_type"]
     result = dict(rope_theta=rope.get("rope_theta", float))
@@ -183,7 +150,9 @@ def rope_shape(c, shape, may_have) -> dict:
         result["rotary_fraction"] = rope.get("partial_rotary_factor", float, 1.0)
     if kind == "default":
         return result
-    result |= {ours: rope.get(*theirs) for ours, theirs in ROPES[kind].items()}
+    for ours, theirs in ROPES[kind].items():
+        like = type(DEFAULTS[ours])
+        result[ours] = rope.get(theirs, list if like is tuple else like)
     attention = 1.0
     if kind == "longrope":
         longest, original = shape["block_size"], result["rope_original_block_size"]
@@ -220,7 +189,7 @@ def family_of(c) -> str:
 def config_of(c, dtype: str):
     """GPTConfig -> the content of config.json for transformers 4 and 5, without padding ids (n_vocab and above)."""
     family = family_of(c)
-    table = GPT2 if family == "gpt2" else LLAMA
+    table = NAMES.get(family, NAMES["llama"])
     config = dict(architectures=[ARCHITECTURES[family]], model_type=family, torch_dtype=dtype)
     config |= {theirs: getattr(c, ours) for ours, theirs in table.items()}
     config["vocab_size"] = c.n_vocab
@@ -252,7 +221,7 @@ def rope_config(c) -> dict:
         return config
     kind = c.rope_type or "linear"
     rope = dict(rope_type=kind, factor=c.rope_factor)
-    rope |= {theirs: getattr(c, ours) for ours, (theirs, *_) in ROPES[kind].items()}
+    rope |= {theirs: getattr(c, ours) for ours, theirs in ROPES[kind].items()}
     if kind in ("yarn", "longrope"):
         rope["attention_factor"] = c.rope_attention_factor
     if kind == "longrope":

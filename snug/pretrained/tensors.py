@@ -27,6 +27,7 @@ from snug.options.progress import counted
 from snug.pretrained.bitsandbytes import parts_of, quantized
 from snug.pretrained.shapes import (
     ARCHITECTURES,
+    TABLE,
     config_of,
     double_quant,
     family_of,
@@ -37,14 +38,6 @@ from snug.pretrained.shapes import (
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
-# A block's norms: the file's name and ours, without and with norms behind its halves.
-NORMS = dict(input_layernorm="norm_1", post_attention_layernorm="norm_2")
-POST_NORMS = dict(
-    input_layernorm="norm_1",
-    post_attention_layernorm="post_norm_1",
-    pre_feedforward_layernorm="norm_2",
-    post_feedforward_layernorm="post_norm_2",
-)
 # A Gemma 3 with eyes has these, too.
 EYES = "vision_tower.", "multi_modal_projector."
 # Older versions saved these with the weights.
@@ -100,7 +93,7 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
         Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
         add("embed_tokens", "embedding", vocab_size, C)
         add("norm", "norm", C)
-        norms = POST_NORMS if shape["post_norm"] else NORMS
+        norms = TABLE["norms"]["with_post_norms" if shape["post_norm"] else "without_post_norms"]
         block = [
             (theirs, ours, C)
             for theirs, ours in norms.items()
