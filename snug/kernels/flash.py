@@ -270,7 +270,16 @@ def kernel_shape(q, k, keys: bool = False):
     if DP > 128:
         M //= 2
     M = min(TILE, M)
-    return dict(R=H // k.shape[1], D=D, DP=DP, PARTS=TILE // M, M=M, N=N, num_warps=warps, num_stages=2)
+    return dict(
+        R=H // k.shape[1],
+        D=D,
+        DP=DP,
+        PARTS=TILE // M,
+        M=M,
+        N=N,
+        num_warps=warps,
+        num_stages=2,
+    )
 
 
 def common(q, k, v, segments):
@@ -286,7 +295,19 @@ def forward(q, k, v, y, lse, segments, window: int = 0):
     shape, others = kernel_shape(q, k), common(q, k, v, segments)
     programs = len(segments.tables[1]) * shape["PARTS"] * q.shape[1]
     launch(
-        queries_kernel, (programs,), q, k, v, y, lse, None, None, None, *others, WINDOW=window, **shape
+        queries_kernel,
+        (programs,),
+        q,
+        k,
+        v,
+        y,
+        lse,
+        None,
+        None,
+        None,
+        *others,
+        WINDOW=window,
+        **shape,
     )
 
 
@@ -302,7 +323,21 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window: int = 0):
     shape, others = kernel_shape(q, k), common(q, k, v, segments)
     tiles, G = segments.tables[1], k.shape[1]
     programs = len(tiles) * shape["PARTS"] * H
-    launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, WINDOW=window, **shape)
+    launch(
+        queries_kernel,
+        (programs,),
+        q,
+        k,
+        v,
+        y,
+        lse,
+        dy,
+        dq,
+        delta,
+        *others,
+        WINDOW=window,
+        **shape,
+    )
     shape = kernel_shape(q, k, True)
     launch(
         keys_kernel,
