@@ -181,7 +181,7 @@ def agree_with_naive(pair, way, monkeypatch):
     if way == "replies":
         options["respond"] = lambda row, ids: [7] * (5 + row) if len(ids) < 20 else None
     rollouts = sample_groups(model, prompts, 4, 44, max_batch=5, **options)
-    assert len({len(ids) for ids in rollouts.completions()}) > 3
+    assert len({len(ids) for ids in rollouts.completions()}) > 1
     for i, ids in enumerate(rollouts.completions()):
         expected, logprobs = generate_naive(model, prompts[i // 4], 44, row=i, **options)
         assert ids == expected, i

@@ -103,7 +103,7 @@ def test_a_window_is_what_the_words_say(groups, window):
     behind = [at for prompt, completions in groups for at in (0, *[prompt] * len(completions))]
     place = [at + i for at, length in zip(behind, lengths, strict=True) for i in range(length)]
     segments = Segments(groups)
-    assert segments.position.tolist() == segments.positions.tolist() == place
+    assert segments.positions.tolist() == place
     sees = [
         [yes and place[i] - place[j] < window for j, yes in enumerate(line)] for i, line in enumerate(words(groups))
     ]

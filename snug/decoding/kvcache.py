@@ -62,14 +62,15 @@ class Completions:
             self.both[:, :, :slots, :, self.cleared : end] = 0
             self.cleared = end
 
-    def sees(self, t, columns: int):
-        """t (..., 1): numbers of tokens -> (..., columns) boolean: does it see this column?"""
+    def sees(self, prompt_lengths, t, T_p: int, columns: int):
+        """prompt_lengths (n,), t (n, S): numbers of tokens -> (n, S, T_p + columns) boolean: what they see of their
+        prompt, and of their completion's columns."""
+        t, length = t[..., None], prompt_lengths[:, None, None]
+        column = torch.arange(T_p, device=t.device)
         age = (t - torch.arange(columns, device=t.device)) % self.width
-        return (age <= t) & (age < self.window) if self.window else age <= t
-
-    def sees_prompt(self, position, T_p: int):
-        """position (..., 1) of tokens behind a prompt -> (..., T_p) boolean: is this column within the window?"""
-        return position - torch.arange(T_p, device=position.device) < self.window
+        window = self.window or T_p + self.width  # more than all
+        in_prompt = (column < length) & (length + t - column < window)
+        return torch.cat([in_prompt, (age <= t) & (age < window)], -1)
 
 
 @component("KV cache")
@@ -197,10 +198,7 @@ class KVCache:
         self.entry_of_pair = torch.tensor(entry_of_pair.ravel(), device=self.device)
         self.pair_of_entry = torch.tensor(pair_of_entry, device=self.device)
         self.prompts_in_use = slice(first, first + len(counts))
-        column = torch.arange(self.prompt.shape[4], device=self.device)
-        padding = column >= self.prompt_lengths[:, None]
-        self.prompt_bias = self.bias(padding)[:, None]  # (prompt slots, 1, T_p)
-        self.slot_lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
+        self.lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
         # A layer's completions are a matrix with rows of D: the row of each slot's first column.
         for part in self.completions:
             S = part.both.shape[2]
@@ -223,17 +221,14 @@ class KVCache:
             write_at = part.first_row[..., None] + t[:, None] % part.width
             part.write_at = write_at.view(-1)  # (2 * n * G * S,)
             part.columns = min(columns, part.width)
-            part.bias = part.prompt_bias = None
+            part.bias = None
             if same_t:
                 part.cleared = max(part.cleared, columns)  # this step writes the last of them
             else:
                 part.clear(len(t), columns)
-            if not same_t or 0 < part.window < columns:
-                hidden = ~part.sees(t[..., None], part.columns)  # (n, S, columns)
+            if self.ragged or not same_t or 0 < part.window < T_p + columns:
+                hidden = ~part.sees(self.lengths, t, T_p, part.columns)
                 part.bias = self.bias(hidden)[:, None, None]
-            if 0 < part.window < T_p + columns:
-                position = self.slot_lengths[:, None, None] + t[..., None]
-                part.prompt_bias = self.bias(~part.sees_prompt(position, T_p))[:, None, None]
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
         """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
@@ -250,18 +245,11 @@ class KVCache:
         prompt_slots = upload(prompt_slots, self.device)
         place = torch.arange(max(lengths), device=self.device)
         columns = (t[:, None] + place).clamp_(max=width - 1)
-        prompt_lengths = self.prompt_lengths[prompt_slots, None]
-        in_prompt = torch.arange(T_p, device=self.device) < prompt_lengths  # (w, T_p)
-        in_prompt = in_prompt[:, None].expand(-1, len(place), -1)
-        positions = prompt_lengths + columns
+        prompt_lengths = self.prompt_lengths[prompt_slots]
         self.reply = slots, prompt_slots, columns
         for part in self.completions:
-            seen = in_prompt
-            if part.window:
-                seen = seen & part.sees_prompt(positions[..., None], T_p)
-            earlier = part.sees(columns[..., None], width)  # (w, R, T_c)
-            part.reply_sees = torch.cat([seen, earlier], 2)[:, None]
-        return columns, positions
+            part.reply_sees = part.sees(prompt_lengths, columns, T_p, width)[:, None]
+        return columns, prompt_lengths[:, None] + columns
 
     def attend_reply(self, layer: int, q, k, v, rotary):
         """q (w, H, R, D), k and v (w, G, R, D) -> (w, H, R, D). Writes the keys and values of the reply."""
@@ -329,16 +317,13 @@ class KVCache:
         k, v = completion.flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
         scores = q @ k.mT  # (n * G, R, columns)
         n, S = self.t.shape
-        if part.bias is not None:
-            scores.view(n, G, -1, S, part.columns).add_(part.bias)
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
-        if self.ragged:
-            prompt_scores.view(P, -1, T_p).add_(self.prompt_bias[self.prompts_in_use])
         prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
-        if part.prompt_bias is not None:
-            prompt_scores.view(n, G, -1, S, T_p).add_(part.prompt_bias)
-        weights = torch.softmax(torch.cat([prompt_scores, scores], -1), -1)
+        scores = torch.cat([prompt_scores, scores], -1)
+        if part.bias is not None:
+            scores.view(n, G, -1, S, T_p + part.columns).add_(part.bias)
+        weights = torch.softmax(scores, -1)
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
         y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
         return torch.baddbmm(y, weights[..., T_p:], v)

@@ -108,10 +108,12 @@ def rotary_table(config, length: int, device, kind: str = "rotary"):
 def rotate(x, cos, sin):
     """x (B, H, T, D); cos, sin (B, 1, T, size) -> x with each pair (i, i + size/2) rotated by its position's angle. What
     is behind `size` stays."""
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    left, right = turned.chunk(2, -1)
-    turned = (turned * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    size = cos.shape[-1]
+    left, right = x[..., :size].chunk(2, -1)
+    turned = x[..., :size] * cos + torch.cat([-right, left], -1) * sin
+    return (
+        torch.cat([turned.to(x.dtype), x[..., size:]], -1) if size < x.shape[-1] else turned.to(x.dtype)
+    )
 
 
 def rotate_(x, cos, sin, back=False):

@@ -71,18 +71,13 @@ class Segments:
         return self.begins.repeat(self.lengths)
 
     @cached_property
-    def position(self):
+    def positions(self) -> torch.Tensor:
         """(T,): each token's place in its sequence. A completion goes on behind its prompt."""
         start = self.start()
         position = np.arange(len(start)) - start
         for begin, middle, end in self.groups:
             position[middle:end] += middle - begin
-        return position
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """`position` on the device."""
-        return torch.from_numpy(self.position).to(self.device)
+        return torch.from_numpy(position).to(self.device)
 
     def tiles(self):
         """-> (n, 5): tiles of at most TILE tokens, for the kernels' programs. A tile is of one prompt, or of the
@@ -274,7 +269,7 @@ def seen_of_prompt(segments, prompt, completions, window: int, dtype):
     """-> what of a prompt its completions see, and which of its tokens, as a mask, where they differ.
 
     A token that sees none has a log-sum of about LOWEST, so that its prompt's share is 0."""
-    if not window or segments.position[completions].max() < window:
+    if not window or segments.positions[completions].max() < window:
         return prompt, None
     # A completion's first token sees the most.
     prompt = slice(max(prompt.start, prompt.stop - window + 1), prompt.stop)
