@@ -307,6 +307,8 @@ def test_a_run_takes_what_was_planned(pair, options, tmp_path, monkeypatch):
     config = dataclasses.replace(config, vocab_size=257, n_vocab=257, n_embd=128, n_hidden=256)
     if config.sliding_window:
         config = dataclasses.replace(config, sliding_window=8)
+    if config.full_every:  # the plan runs 3 and 5 blocks
+        config = dataclasses.replace(config, n_layer=7, full_every=2)
     save_pretrained(GPT(config), tmp_path / "model", get_tokenizer("bytes"))
     settings = GRPOSettings(
         init_from=str(tmp_path / "model"),
