@@ -18,7 +18,7 @@ from conftest import make_flat_model, rows_of
 from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
 from interpreted import cubin_resources as resources
 from test_draw import rows_with_an_unlikely_end
-from test_kvcache import RAGGED, make_cache, run_rows, step
+from test_kvcache import LONG_ROWS, RAGGED, make_cache, run_rows, step
 from test_logprobs import DEVICE, assert_near, make_rows, plain
 
 from sample import generate_naive, sample_groups
@@ -145,6 +145,27 @@ def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, rotary, stretch, 
 
 
 @in_kernels
+@pytest.mark.parametrize(
+    "shape, dtype, stretch, columns",
+    [
+        (dict(sliding_window=1, rotary_fraction=0.5), torch.float16, 2, 4),
+        (dict(sliding_window=5, kv_heads=1), torch.float32, 3, 8),
+        long(dict(sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, 4, 16),
+        (dict(sliding_window=20, T_p=70, lengths=(70, 34, 33), group_size=1), torch.float32, None, 16),
+    ],
+)
+def test_kernel_attends_within_a_window(shape, dtype, stretch, columns, launches, monkeypatch):
+    """In a ring of fewer columns, and with windows that begin in the prompt, blocks behind its begin. 16 numbers of 24,
+    or half of them, turn."""
+    monkeypatch.setattr(kvcache, "MOST", 3)
+    if stretch:
+        monkeypatch.setattr(attention, "split_columns", lambda width, *_: (-(-width // stretch), stretch))
+    cache, config, prompts = make_cache(dtype, T_c=16, **shape)
+    assert [part.both.shape[4] for part in cache.completions] == [columns]
+    assert run_rows(cache, config, prompts, LONG_ROWS, 1e-5 if dtype == torch.float32 else 4e-3, rotary=True) == 80
+
+
+@in_kernels
 def test_kernel_takes_queries_and_keys_of_another_type():
     """As autocast leaves them behind a norm of queries and keys."""
     cache, _, _ = make_cache(torch.float16, kv_heads=1)
@@ -155,8 +176,10 @@ def test_kernel_takes_queries_and_keys_of_another_type():
 
 
 @in_kernels
-@pytest.mark.parametrize("shape", [long("gpt2"), "llama"])
-def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
+@pytest.mark.parametrize(
+    "shape, changes", [long("gpt2", {}), ("llama", {}), ("llama", dict(n_layer=2, sliding_window=4, full_every=2))]
+)
+def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, monkeypatch):
     """Slots that are filled again and leave, with every kernel of a step. What a recorded graph reads and writes stays
     where it is, whatever rows come and go, as long as there are so many slots."""
     addresses, original = {}, sample.DecodeBatch.forward_step
@@ -164,14 +187,15 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, monkeypatch):
     def forward_step(batch):
         buffers = [batch.sequences, batch.t, batch.token, batch.prompt_length, batch.tokens, batch.logprobs, batch.u]
         cache = batch.cache
-        buffers += [cache.completions[0].both, cache.prompt, cache.prompt_lengths, cache.tiles, cache.counters]
+        buffers += [part.both for part in cache.completions]
+        buffers += [cache.prompt, cache.prompt_lengths, cache.tiles, cache.counters]
         addresses.setdefault(len(batch.sequences), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
         original(batch)
         assert batch.cache.t.data_ptr() == batch.t.data_ptr()
 
     monkeypatch.setattr(sample.DecodeBatch, "forward_step", forward_step)
     monkeypatch.setitem(sample.SHRINK_ABOVE, DEVICE, 1)
-    model, prompts = make_flat_model(shape, n_layer=1), [[1, 2, 3], [4]]
+    model, prompts = make_flat_model(shape, **dict(n_layer=1) | changes), [[1, 2, 3], [4]]
     rollouts = sample_groups(model, prompts, 3, 5, stop_token=3, seed=3, max_batch=4)
     for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
         expected, values = generate_naive(model, prompts[i // 3], 5, stop_token=3, seed=3, row=i)
@@ -285,20 +309,26 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
 @linux
 @pytest.mark.parametrize("dtype", MAIN_DTYPE)
 @pytest.mark.parametrize(
-    "H, G, D, group_size, rotary",
+    "H, G, D, group_size, turning, window",
     [
-        long(12, 12, 64, 16, False),
-        (12, 2, 128, 16, True),
-        long(12, 2, 128, 1, True),
-        (8, 1, 64, 4, False),
-        long(32, 8, 128, 8, True),
-        long(14, 2, 64, 8, True),
+        long(12, 12, 64, 16, 0, 0),
+        (12, 2, 128, 16, 128, 0),
+        long(12, 2, 128, 1, 128, 0),
+        (8, 1, 64, 4, 0, 0),
+        long(32, 8, 128, 8, 128, 0),
+        long(14, 2, 64, 8, 64, 0),
+        (4, 1, 256, 16, 256, 512),
+        long(4, 1, 256, 16, 256, 0),
+        long(8, 4, 256, 8, 256, 1024),
+        long(24, 8, 128, 16, 96, 0),
+        long(32, 32, 96, 8, 96, 2047),
+        long(32, 8, 128, 16, 128, 4096),
     ],
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, rotary, dtype, tmp_path):
-    """GPT-2, Qwen2.5-1.5B, one key head, Llama 3.1 8B, Qwen2.5-0.5B. q and k are float32, as autocast's
-    norms leave them beside values in bfloat16.
+def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, turning, window, dtype, tmp_path):
+    """GPT-2, Qwen2.5-1.5B, one key head, Llama 3.1 8B, Qwen2.5-0.5B; Gemma 3 1B and 4B, Phi-4-mini, Phi-3-mini, Mistral.
+    q and k are float32, as autocast's norms leave them beside values in bfloat16.
 
     sm_75 has no products of bfloat16. Triton multiplies in float32 there, with hundreds of bytes of spilled registers:
     such a run is right and slow. float32, which is the default of --dtype, leaves a few words, as elsewhere."""
@@ -307,17 +337,18 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
     pointers |= dict.fromkeys(("v", "prompt_k", "prompt_v", "completion_k", "completion_v", "y"), "*" + dtype)
     pointers |= {"tiles": "*i32", "counters": "*i32", "lengths": "*i64", "t": "*i64"}
     rows = ["D", "prompt_chunk", "completion_chunk", "q_row", "k_row", "v_row"]
+    constants = shape | dict(ROTARY=turning > 0, PART=turning % D, WINDOW=window)
     used, ptx = resources(
-        attention.attend_kernel, capability, pointers, shape | {"ROTARY": rotary}, rows, 4,
-        tmp_path, maxnreg=attention.REGISTERS,
-    )  # fmt: skip
-    print(f"sm_{capability} {H}/{G} x {D} {dtype} {shape}", used)
+        attention.attend_kernel, capability, pointers, constants, rows, 4, tmp_path, maxnreg=attention.REGISTERS
+    )
+    print(f"sm_{capability} {H}/{G} x {D} {dtype} {constants}", used)
     assert used["LOCAL"] == 0 and used["REG"] <= attention.REGISTERS and used["SHARED"] <= SHARED[capability]
     if (capability, dtype) == (75, "bf16"):
         assert "mma" not in ptx
     else:
         assert used["STACK"] <= (32 if dtype == "fp32" else 0)
         assert ("mma" in ptx) == (dtype == "bf16")
+        assert "cp.async" in ptx  # the next blocks are read while one is multiplied
     # All threads store their parts, then the counter releases them; it acquires the others' parts, then all threads read.
     order = r"st\.global\S*|bar\.sync|atom\S*|ld\.global\S*|cp\.async\.c\S*"
     found = " ".join(op.split(".")[0] if op != "bar.sync" else "bar" for op in re.findall(order, ptx))

@@ -7,17 +7,19 @@ from conftest import DEVICE, make_model
 from interpreted import INTERPRETED
 
 from model import rotary_table
+from snug.decoding import kvcache
 from snug.decoding.attention import split_columns, tiles_of
 from snug.decoding.kvcache import KVCache
 from snug.kernels.rotary import rotate
 
 
 def make_cache(
-    dtype=torch.float64, heads=4, kv_heads=2, D=8, prompt_slots=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1)
+    dtype=torch.float64, heads=4, kv_heads=2, D=8, prompt_slots=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1),
+    **shape,
 ):  # fmt: skip
     """-> a cache with its prompts read and garbage in own columns, its config, the prompts' keys and values."""
-    config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D).config
-    cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size)
+    config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D, **shape).config
+    cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size, keep_all=False)
     cache.completions[0].both.fill_(float("nan"))  # what was in the memory
     torch.manual_seed(1)
     cache.begin_prefill(list(range(prompt_slots)), list(lengths))
@@ -33,13 +35,14 @@ def step(cache, place, t, q, k, v, rotary=None):
     return cache.attend(1, q, k, v, rotary)
 
 
-def expected_row(prompts, place, length, keys, values, q):
-    """q (H, D), keys and values lists of (G, D) -> (H, D), query by query."""
+def expected_row(prompts, place, length, keys, values, q, window=0):
+    """q (H, D), keys and values lists of (G, D) -> (H, D), query by query. window: the last tokens that it sees."""
     rows = []
     for h, query in enumerate(q):
         g = h // (len(q) // prompts.shape[3])
         k = torch.cat([prompts[1, 0, place, g, :length], torch.stack([key[g] for key in keys])]).double()
         v = torch.cat([prompts[1, 1, place, g, :length], torch.stack([value[g] for value in values])]).double()
+        k, v = k[-window:], v[-window:]
         rows.append(torch.softmax(query.double() @ k.T * k.shape[1] ** -0.5, 0) @ v)
     return torch.stack(rows)
 
@@ -62,9 +65,8 @@ def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
             keys.append(k[slot, :, 0])
             values.append(v[slot, :, 0])
             assert len(keys) == t[slot] + 1
-            expected = expected_row(
-                prompts, place[slot], int(cache.prompt_lengths[place[slot]]), keys, values, q[slot, :, 0]
-            )
+            length = int(cache.prompt_lengths[place[slot]])
+            expected = expected_row(prompts, place[slot], length, keys, values, q[slot, :, 0], config.window(1))
             torch.testing.assert_close(y[slot, :, 0].double(), expected, atol=tolerance, rtol=0)
             compared += 1
     return compared
@@ -86,6 +88,21 @@ RAGGED = [
 def test_attention_over_prompt_and_own_tokens(kv_heads, rotary):
     cache, config, prompts = make_cache(kv_heads=kv_heads)
     assert run_rows(cache, config, prompts, RAGGED, 1e-12, rotary) == 25
+
+
+# Behind RAGGED: four rows go on, past the ends of a ring; the fifth gives way once more.
+LONG_ROWS = RAGGED + [
+    [(0, 0, t), (5, 2, t - 2), (2, 2, t), (6, 0, t - 2), (4, 2, t) if t < 9 else (7, 1, t - 9)] for t in range(5, 16)
+]
+
+
+@pytest.mark.parametrize("window, columns", [(1, 4), (2, 5), (5, 8), (12, 15), (14, 16), (30, 16)])
+def test_attention_within_a_window(window, columns, monkeypatch):
+    """Windows within a completion, as a ring of fewer columns, and those that begin in the prompt."""
+    monkeypatch.setattr(kvcache, "MOST", 3)
+    cache, config, prompts = make_cache(T_c=16, sliding_window=window)
+    assert [part.both.shape[4] for part in cache.completions] == [columns]
+    assert run_rows(cache, config, prompts, LONG_ROWS, 1e-12, rotary=True) == 80
 
 
 @pytest.mark.parametrize("lengths", [(9, 9, 9), (9, 4, 1)])

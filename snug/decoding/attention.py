@@ -19,23 +19,30 @@ if triton is not None:
     from snug.kernels import LOW
 
     @triton.jit
-    def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr):
-        """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin."""
+    def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr, PART: constexpr):
+        """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin.
+
+        PART: how many of a head's numbers turn, in place of D. What is behind stays: its cos is 1, its sin 0."""
         value = tl.load(x + d, mask, 0.0)
         if ROTARY:
-            half = D // 2
-            other = tl.load(x + tl.where(d < half, d + half, d - half), mask, 0.0)
+            half = (PART if PART else D) // 2
+            turns = mask & (d < PART) if PART else mask
+            other = tl.load(x + tl.where(d < half, d + half, d - half), turns, 0.0)
             other = other.to(tl.float32)
-            c = tl.load(cos + d, mask, 0.0)
-            s = tl.load(sin + d, mask, 0.0)
+            c = tl.load(cos + d, turns, 1.0 if PART else 0.0)
+            s = tl.load(sin + d, turns, 0.0)
             value = value.to(tl.float32) * c + tl.where(d < half, -other, other) * s
         return value
 
     @triton.jit
-    def attend_columns(q, keys, values, begin, end, active, scale, d, D, N: constexpr):
+    def attend_columns(
+        q, keys, values, begin, end, active, latest, ring, scale, d, D, N: constexpr, WINDOW: constexpr
+    ):
         """The softmax of active queries (M,) over columns begin .. end - 1, online (Milakov and Gimelshein 2018).
 
-        q (M, DP); keys and values: column 0 of (columns, D). -> top, total (M,), acc (M, DP)"""
+        q (M, DP); keys and values: column 0 of (columns, D). latest (M,): the column of each query's token, counted on
+        from these columns, which are a ring of `ring` if the token's column is among them. With a window a query sees
+        the columns whose age is less. -> top, total (M,), acc (M, DP)"""
         top = tl.full((q.shape[0],), LOW, tl.float32)
         total = tl.zeros_like(top)
         acc = tl.zeros(q.shape, tl.float32)
@@ -44,6 +51,9 @@ if triton is not None:
             at = column[:, None] * D + d[None, :]
             mask = (column < end)[:, None] & (d[None, :] < D)
             sees = (column < end)[None, :] & active[:, None]
+            if WINDOW:
+                age = latest[:, None] - column[None, :]
+                sees &= tl.where(age < 0, age + ring, age) < WINDOW
             k = tl.load(keys + at, mask, 0.0)
             v = tl.load(values + at, mask, 0.0)
             z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -102,16 +112,21 @@ if triton is not None:
         parts, tops, totals, counters, y,
         scale, T_p, T_c, D, prompt_programs, prompt_chunk, completion_chunk,
         R: constexpr, TILE: constexpr, M: constexpr, N: constexpr, DP: constexpr, ROTARY: constexpr,
+        PART: constexpr, WINDOW: constexpr,
     ):  # fmt: skip
         """Programs (i, g), g the key head. The first prompt_programs attend to prompts: each to prompt_chunk columns of
         one, for a tile of slots. The others attend to completion_chunk columns of a slot's completion. The one whose
-        columns have column t writes it first, for itself and for later steps."""
+        columns have the token's column writes it first, for itself and for later steps.
+
+        WINDOW: how many tokens a token sees, itself included; 0: all before it. Then completions are a ring of T_c
+        columns, in which token t has column t % T_c (kvcache.Completions)."""
         program = tl.program_id(0)
         g = tl.program_id(1)
         G = tl.num_programs(1)
         d = tl.arange(0, DP)
         member = tl.arange(0, M) // (M // TILE)  # of the tile
         r = tl.arange(0, M) % (M // TILE)
+        size = PART if PART else D  # of a line of cos and sin
         prompt_splits = tl.cdiv(T_p, prompt_chunk)
         completion_splits = tl.cdiv(T_c, completion_chunk)
         if program < prompt_programs:
@@ -122,7 +137,11 @@ if triton is not None:
             keys = prompt_k + (p * G + g) * T_p * D
             values = prompt_v + (p * G + g) * T_p * D
             begin = split * prompt_chunk
-            end = tl.minimum(begin + prompt_chunk, tl.load(lengths + p, p >= 0, 0).to(tl.int32))
+            end = begin + prompt_chunk
+            length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
+            latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
+            end = tl.minimum(end, length)
+            first = tl.min(latest, 0) + 1 - WINDOW
         else:
             s = (program - prompt_programs) // completion_splits
             split = (program - prompt_programs) % completion_splits
@@ -133,24 +152,35 @@ if triton is not None:
             begin = split * completion_chunk
             now = tl.load(t + s).to(tl.int32)
             end = tl.minimum(begin + completion_chunk, now + 1)
+            if WINDOW:
+                end = tl.minimum(end, T_c)
+                now %= T_c
+            latest = tl.full((M,), now, tl.int32)
+            first = now + 1 - WINDOW
             if now // completion_chunk == split:
                 inside = d < D
-                key = rotated(k + s * k_row + g * D, cos + s * D, sin + s * D, d, D, inside, ROTARY)
+                key = rotated(
+                    k + s * k_row + g * D, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART
+                )
                 value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
                 tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
                 tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
             tl.debug_barrier()  # all threads of the program see the new column
             split += prompt_splits
+        if WINDOW:  # skip whole blocks, so that a query's sums do not depend on its neighbours
+            begin += tl.maximum(first - begin, 0) // N * N
         active = (slot >= 0) & (r < R)
         slot = tl.maximum(slot, 0)
         head = g * R + r
         mask = active[:, None] & (d[None, :] < D)
-        turn = (slot * D)[:, None]
+        turn = (slot * size)[:, None]
         x = q + (slot * q_row + head * D)[:, None]
-        x = rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY).to(
+        x = rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY, PART).to(
             prompt_k.dtype.element_ty
         )
-        top, total, acc = attend_columns(x, keys, values, begin, end, active, scale, d, D, N)
+        top, total, acc = attend_columns(
+            x, keys, values, begin, end, active, latest, T_c, scale, d, D, N, WINDOW
+        )
         query, splits = slot * G * R + head, prompt_splits + completion_splits
         join(parts, tops, totals, counters, y, split, splits, query, active, top, total, acc, d, D)
 
@@ -167,7 +197,8 @@ def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int):
     DP = triton.next_power_of_2(max(16, D))
     heads = triton.next_power_of_2(R)
     group = triton.next_power_of_2(group_size)
-    M = max(16, heads, min(32 if itemsize == 2 else 16, heads * group))  # 32 in float32 spill on sm_90
+    most = 32 if itemsize == 2 and DP < 256 else 16  # with more registers spill
+    M = max(16, heads, min(most, heads * group))
     # 8 KiB of keys and 8 KiB of values at a time. With twice that bfloat16 spills on sm_80 or sm_90.
     N = max(16, min(64, 8192 // (DP * itemsize)))
     return dict(R=R, TILE=min(group, M // heads), M=M, N=N, DP=DP)

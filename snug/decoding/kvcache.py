@@ -379,6 +379,8 @@ class KVCache:
             chunk,
             **self.kernel,
             ROTARY=rotary is not None,
+            PART=cos.shape[-1] % D,
+            WINDOW=part.window if part.window < self.max_length else 0,
             maxnreg=attention.REGISTERS,
         )
         return y
