@@ -436,7 +436,7 @@ MUTANTS = [
     ("windows: the ring has no columns for drafts", "snug/decoding/kvcache.py", "min(width, window + MOST)", "min(width, window)", "test_families.py"),
     ("windows: a step sees its whole completion", "snug/decoding/kvcache.py", "(age <= t) & (age < window)", "age <= t", "test_families.py"),
     ("windows: a step sees its whole prompt", "snug/decoding/kvcache.py", "(column < length) & (length + t - column < window)", "(column < length) & (t >= 0)", "test_families.py"),
-    ("windows: replies in a ring", "snug/decoding/decode_batch.py", "keep_all=ask is not None", "keep_all=False", "test_families.py"),
+    ("windows: replies in a ring", "snug/decoding/decode_batch.py", "keep_all = ask is not None", "keep_all = False", "test_families.py"),
     # snug/kernels/gated.py
     ("gpu: SwiGLU's gradient without the gate's slope", "snug/kernels/gated.py", "sigmoid * (1 + gate * (1 - sigmoid) * slope)", "sigmoid", "test_layer_kernels.py"),
     # snug/logprobs/divergence.py

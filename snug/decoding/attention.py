@@ -5,6 +5,9 @@ next power of two. A program takes one key head and a stretch of columns: of a p
 and so read it once, or of one slot's completion. It rotates its queries itself. Its result is a part of their softmax.
 The last program to finish with a query joins the parts (`join`).
 
+WINDOW: how many tokens a token sees, itself included; 0: all before it. With one, completions are a ring of T_c columns,
+in which token t has column t % T_c (kvcache.Completions). PART: how many of a head's numbers turn; 0: all.
+
 Left out: prefill, which is the model's own attention. Test: pytest tests/test_kernels.py
 """
 
@@ -43,6 +46,7 @@ if triton is not None:
         q (M, DP); keys and values: column 0 of (columns, D). latest (M,): the column of each query's token, counted on
         from these columns, which are a ring of `ring` if the token's column is among them. With a window a query sees
         the columns whose age is less. -> top, total (M,), acc (M, DP)"""
+        q = q.to(keys.dtype.element_ty)
         top = tl.full((q.shape[0],), LOW, tl.float32)
         total = tl.zeros_like(top)
         acc = tl.zeros(q.shape, tl.float32)
@@ -103,29 +107,50 @@ if triton is not None:
             tl.store(y + at, (acc / total[:, None]).to(y.dtype.element_ty), last_mask)
             tl.store(counters + query, 0, last)
 
+    @triton.jit
+    def queries_of(
+        q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY: constexpr, PART: constexpr
+    ):
+        """-> (M, DP), rotated."""
+        turn = (slot * size)[:, None]
+        x = q + (slot * q_row + head * D)[:, None]
+        mask = active[:, None] & (d[None, :] < D)
+        return rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY, PART)
+
+    @triton.jit
+    def write_column(k, v, cos, sin, keys, values, now, d, D, ROTARY: constexpr, PART: constexpr):
+        """Rotate a token's key, and write it and its value to column `now`."""
+        inside = d < D
+        key = rotated(k, cos, sin, d, D, inside, ROTARY, PART)
+        value = tl.load(v + d, inside, 0.0)
+        tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
+        tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
+
+    @triton.jit
+    def end_of_prompt(lengths, p, t, slot):
+        """-> a prompt's length, and the column that each slot's token would have if the prompt went on."""
+        length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
+        return length, length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
+
     # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
     def attend_kernel(
         q, k, v, cos, sin, q_row, k_row, v_row,
-        prompt_k, prompt_v, tiles, lengths,
-        completion_k, completion_v, t,
-        parts, tops, totals, counters, y,
-        scale, T_p, T_c, D, prompt_programs, prompt_chunk, completion_chunk,
+        prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,
+        parts, tops, totals, counters, y, scale, T_p, T_c, D, prompt_programs, prompt_chunk, completion_chunk,
         R: constexpr, TILE: constexpr, M: constexpr, N: constexpr, DP: constexpr, ROTARY: constexpr,
         PART: constexpr, WINDOW: constexpr,
     ):  # fmt: skip
         """Programs (i, g), g the key head. The first prompt_programs attend to prompts: each to prompt_chunk columns of
         one, for a tile of slots. The others attend to completion_chunk columns of a slot's completion. The one whose
-        columns have the token's column writes it first, for itself and for later steps.
-
-        WINDOW: how many tokens a token sees, itself included; 0: all before it. Then completions are a ring of T_c
-        columns, in which token t has column t % T_c (kvcache.Completions)."""
-        program = tl.program_id(0)
-        g = tl.program_id(1)
+        columns have the token's column writes it first, for itself and for later steps."""
+        program, g = tl.program_id(0), tl.program_id(1)
         G = tl.num_programs(1)
         d = tl.arange(0, DP)
-        member = tl.arange(0, M) // (M // TILE)  # of the tile
-        r = tl.arange(0, M) % (M // TILE)
+        member, r = (
+            tl.arange(0, M) // (M // TILE),
+            tl.arange(0, M) % (M // TILE),
+        )  # slot of the tile, head
         size = PART if PART else D  # of a line of cos and sin
         prompt_splits = tl.cdiv(T_p, prompt_chunk)
         completion_splits = tl.cdiv(T_c, completion_chunk)
@@ -137,11 +162,8 @@ if triton is not None:
             keys = prompt_k + (p * G + g) * T_p * D
             values = prompt_v + (p * G + g) * T_p * D
             begin = split * prompt_chunk
-            end = begin + prompt_chunk
-            length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
-            latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
-            end = tl.minimum(end, length)
-            first = tl.min(latest, 0) + 1 - WINDOW
+            length, latest = end_of_prompt(lengths, p, t, slot)
+            end = tl.minimum(begin + prompt_chunk, length)
         else:
             s = (program - prompt_programs) // completion_splits
             split = (program - prompt_programs) % completion_splits
@@ -156,28 +178,20 @@ if triton is not None:
                 end = tl.minimum(end, T_c)
                 now %= T_c
             latest = tl.full((M,), now, tl.int32)
-            first = now + 1 - WINDOW
             if now // completion_chunk == split:
-                inside = d < D
-                key = rotated(
-                    k + s * k_row + g * D, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART
+                k += s * k_row + g * D
+                v += s * v_row + g * D
+                write_column(
+                    k, v, cos + s * size, sin + s * size, keys, values, now, d, D, ROTARY, PART
                 )
-                value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
-                tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
-                tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
             tl.debug_barrier()  # all threads of the program see the new column
             split += prompt_splits
         if WINDOW:  # skip whole blocks, so that a query's sums do not depend on its neighbours
-            begin += tl.maximum(first - begin, 0) // N * N
+            begin += tl.maximum(tl.min(latest, 0) + 1 - WINDOW - begin, 0) // N * N
         active = (slot >= 0) & (r < R)
         slot = tl.maximum(slot, 0)
         head = g * R + r
-        mask = active[:, None] & (d[None, :] < D)
-        turn = (slot * size)[:, None]
-        x = q + (slot * q_row + head * D)[:, None]
-        x = rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY, PART).to(
-            prompt_k.dtype.element_ty
-        )
+        x = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
         top, total, acc = attend_columns(
             x, keys, values, begin, end, active, latest, T_c, scale, d, D, N, WINDOW
         )

@@ -101,17 +101,9 @@ class DecodeBatch:
         # A prompt stays until its last sequence is over; by then other groups have started.
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width, dtype = max(map(len, prompts)), model.compute_dtype
-        self.cache = KVCache(
-            model.config,
-            prompt_slots,
-            width,
-            slots,
-            max_new_tokens,
-            dtype,
-            self.device,
-            k,
-            keep_all=ask is not None,
-        )
+        sizes = prompt_slots, width, slots, max_new_tokens
+        keep_all = ask is not None
+        self.cache = KVCache(model.config, *sizes, dtype, self.device, k, keep_all)
         self.prompt_hidden = torch.zeros(
             prompt_slots, model.config.n_embd, dtype=dtype, device=self.device
         )
