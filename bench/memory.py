@@ -5,7 +5,7 @@
 A case is a run from random weights. Every prompt and every completion has the longest allowed length (random ids, no
 stop token), as in the plan. A plan fills micro-batches to the budget, so here they hold complete groups: prompt + k *
 (completion - 1) tokens each. On CUDA the measured peak is torch.cuda.max_memory_allocated, on a CPU the meter's live
-bytes. The figures are those of the last iteration. On a CPU the plans of the large configs follow.
+bytes. The figures are those of the last iteration. Plans of large configs: `--plan --device=cuda` of grpo.py.
 """
 
 import gc
@@ -28,8 +28,7 @@ from snug.device.cuda import empty_cache
 from snug.device.kinds import MIB
 from snug.device.pick import pick_device
 from snug.memory import Limits, MemoryMeter
-from snug.memory.plan import GIB, plan
-from snug.options import read_settings
+from snug.memory.plan import plan
 from training.dry_run import DryRun
 from training.optimizer import make_optimizer
 from training.state import Training
@@ -133,20 +132,6 @@ def measure(name, settings, iterations, **aim):
     result(f"{name}: plan is off by", off, "%", at_most=5, **details)
 
 
-def large_plans():
-    for words in (
-        ["config/grpo_qwen2_1.5b.py"],
-        ["config/grpo_qwen2_1.5b.py", "--optimizer_device=host"],
-        "config/grpo_qwen2_1.5b.py --optimizer_dtype=float32 --optimizer_device=host".split(),
-        ["config/grpo_24gb.py"],
-        "config/grpo_qwen2_1.5b.py --optimizer_dtype=float32 --checkpoint_blocks=selective "
-        "--max_tokens_per_micro_batch=10240 --batch_size=16 --group_size=8".split(),
-    ):
-        prepared = prepare(*read_settings(GRPOSettings, [*words, "--device=cuda"])[:2])
-        planned = plan(DryRun(prepared, grpo.iterate), prepared.settings)
-        result(" ".join(words), planned.peak / GIB, "GiB", host_gib=planned.host / GIB, phase=planned.phase)
-
-
 def main():
     arguments, failed = parser("Iterations of fixed lengths: plans, peaks, seconds.").parse_args(), []
     begin(arguments)
@@ -159,8 +144,6 @@ def main():
             iteration = "1.5B" in case  # the first one warms up; the second may still record graphs
             with going_on(case, failed):
                 measure(case, settings, 3 if iteration else 2, **(dict(at_most=3) if iteration else {}))
-    if arguments.shapes == "cpu" and not arguments.only:
-        large_plans()
     end(failed)
 
 
