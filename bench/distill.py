@@ -2,7 +2,6 @@
 
     python bench/distill.py                        five seeds, one thread: about 40 minutes
     python bench/distill.py --seeds=1 --only="reverse_kl"
-    python bench/distill.py --table                only what is done
     python bench/distill.py --shapes=tiny          only shows that it runs
 
 Student: a warm start of config/sft_small.py for each seed. Teacher: config/grpo_small.py of seed 1. Every run is evaluated on
@@ -137,12 +136,11 @@ def main(arguments):
     names = [name for name in VARIANTS if chosen(name, arguments.only)]
     if arguments.shapes == "tiny":
         limits.update(TINY)
-    if not arguments.table:
-        prepare_models(out, seeds)
-        for seed in seeds:
-            for name in names:
-                run(out, name, seed)
-                print(row(out, name, [seed]), flush=True)
+    prepare_models(out, seeds)
+    for seed in seeds:
+        for name in names:
+            run(out, name, seed)
+            print(row(out, name, [seed]), flush=True)
     print(
         "| | pass@1, greedy | GRPO's last reached by: samples, CPU seconds | sampled | GRPO's last sampled reached by |"
     )
@@ -158,5 +156,4 @@ if __name__ == "__main__":
         options = parser("Distillation, GRPO and SFT by samples and seconds.")
         options.add_argument("--seeds", default="1,2,3,4,5")
         options.add_argument("--out_dir", default="out/distill", help="where the runs live")
-        options.add_argument("--table", action="store_true", help="run nothing; print what is done")
         main(options.parse_args())

@@ -2,7 +2,6 @@
 
     python bench/learning.py                       everything that is not done yet; hours on two cores
     python bench/learning.py --only=addition --seeds=1 --jobs=1
-    python bench/learning.py --table               only what is done: table and curves
 
 Runs train_sft.py and grpo.py as a user would and reads their logs. With --resume=auto the bench can be stopped and
 started again at any time. --jobs runs go side by side, one thread each. Scores belong to the last weights, on 500
@@ -187,13 +186,12 @@ def main(arguments):
         limits["options"] = TINY
     if arguments.seconds:
         limits["end"] = time.monotonic() + arguments.seconds
-    if not arguments.table:
-        chains = {}  # rows that share a warm start go one after another
-        for name, seed in pairs:
-            chains.setdefault((EXPERIMENTS[name][0], seed), []).append(name)
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            run_all = pool.map if arguments.jobs > 1 else map
-            list(run_all(partial(run_chain, out), chains.items()))
+    chains = {}  # rows that share a warm start go one after another
+    for name, seed in pairs:
+        chains.setdefault((EXPERIMENTS[name][0], seed), []).append(name)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        run_all = pool.map if arguments.jobs > 1 else map
+        list(run_all(partial(run_chain, out), chains.items()))
     rows = [numbers for name, seed in pairs if (numbers := row(name, seed, out))]
     if not rows:
         print(f"no row is complete in {out}")
@@ -212,5 +210,4 @@ if __name__ == "__main__":
     options.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     options.add_argument("--out_dir", default="out/learning", help="where the runs live")
     options.add_argument("--seconds", type=float, default=0, help="stop after that long; 0: no limit")
-    options.add_argument("--table", action="store_true", help="run nothing; print the rows that are done")
     main(options.parse_args())

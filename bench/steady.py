@@ -1,6 +1,6 @@
 """Memory, files and threads of a process over many iterations of fixed lengths: do they grow?
 
-    python bench/steady.py [--iterations=1000] [--report_to=tensorboard]
+    python bench/steady.py [--iterations=1000]
 
 GRPO on addition with a reference. It saves every 20 iterations and evaluates every 100. No completion may stop early, so
 every iteration has the same shapes. The first tenth is left out, because allocators fill. The bench compares the medians
@@ -24,12 +24,12 @@ from snug.device.kinds import MIB
 from snug.memory.meter import resident_bytes
 
 
-def main(iterations, report_to, folder):
+def main(iterations, folder):
     """-> one dict per iteration"""
     common = dict(digits=3, n_layer=2, n_embd=64, block_size=40, device="cpu", eval_prompts=64)
     sft = SFTSettings(**common, out_dir=f"{folder}/sft", max_iters=20, batch_size=32)
     options = dict(beta=0.04, batch_size=4, group_size=8, max_new_tokens=12, max_iters=iterations)
-    options |= dict(eval_interval=100, save_interval=20, report_to=report_to, learning_rate=1e-4)
+    options |= dict(eval_interval=100, save_interval=20, learning_rate=1e-4)
     records = []
 
     def iterate(iteration, training):
@@ -66,7 +66,6 @@ def compare(records):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Memory, files and threads over many iterations.")
     parser.add_argument("--iterations", type=int, default=1000)
-    parser.add_argument("--report_to", default="")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        compare(main(arguments.iterations, arguments.report_to.split(",") if arguments.report_to else [], folder))
+        compare(main(arguments.iterations, folder))
