@@ -73,6 +73,11 @@ def median_result(name, values, unit="", **details):
     return [middle, low, high]
 
 
+def ratio_result(name, above, below, **details):
+    """The ratios of pairs -> as median_result."""
+    return median_result(name, [a / b for a, b in zip(above, below, strict=True)], "x", **details)
+
+
 def in_words(row, keys=("aim",)):
     """The row as a line of a table. keys: the entries to append."""
     value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
@@ -95,6 +100,14 @@ def end(failed):
     """Raises SystemExit if a case failed."""
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+@torch.no_grad()
+def largest_difference(model, peer):
+    """Of the log-probs of our model and of its copy in transformers."""
+    tokens = torch.randint(model.config.vocab_size - 1, (2, 32), device=DEVICE)
+    ours, theirs = (logits.float().log_softmax(-1) for logits in (model.logits(model(tokens)), peer(tokens).logits))
+    return (ours - theirs).abs().max().item()
 
 
 def synchronize():

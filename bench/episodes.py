@@ -36,13 +36,14 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from common import DEVICE, HOME, clocked, in_a_process, median_result
-from iteration import ITERATIONS, prepared_run, reward, trl_config, watched
+from common import DEVICE, HOME, clocked, in_a_process, median_result, ratio_result
+from iteration import ITERATIONS, make_trainer, prepared_run, transformers_model, watched
 
 import grpo
 import sample
 from data.tools import schema_of
 from model import GPT
+from runs.log import read_log
 from snug.decoding import decode_batch, draw
 from snug.device.pick import pick_device
 from snug.tokenizer import get_tokenizer
@@ -144,29 +145,24 @@ def run_snug(prepared, script):
     sample.sample_groups = recorded
     follow(script, prepared.settings.max_new_tokens)
     grpo.main(prepared)
-    return [json.loads(line) for line in open(f"{prepared.settings.out_dir}/log.jsonl")], rows
+    return read_log(prepared.settings.out_dir), rows
 
 
 def run_trl(prepared, script, sequences):
     """-> the same."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOTrainer
     from trl.chat_template_utils import qwen3_template
 
-    s, rows, turns, step = prepared.settings, [], [], 0
-    prompts = [dict(prompt=row["prompt"]) for row in prepared.task.prompts("train", range(ITERATIONS * s.batch_size))]
-    tokenizer = AutoTokenizer.from_pretrained(s.init_from)
-    tokenizer.response_template = qwen3_template  # how TRL reads calls; it knows only the templates of some models
-    model = AutoModelForCausalLM.from_pretrained(s.init_from, dtype=torch.float32).to(DEVICE)
+    rows, turns, step = [], [], 0
+    model = transformers_model(prepared.settings.init_from, "float32")
     model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: count(inputs[0]))
-    config, data = trl_config(s, sequences, s.out_dir, max_steps=ITERATIONS), Dataset.from_list(prompts)
-    trainer = GRPOTrainer(model, reward, config, data, processing_class=tokenizer, tools=[get])
+    # how TRL reads calls; it knows only the templates of some models
+    trainer = make_trainer(prepared, model, sequences, ITERATIONS, response_template=qwen3_template, tools=[get])
+    stop = trainer.processing_class.eos_token_id
     generate, one_turn, all_turns = model.generate, trainer._generate_single_turn, trainer._generate
 
     def forced(input_ids, scores):
         nonlocal step
-        ids = [row[2 * len(turns) - 2][step : step + 1] or [tokenizer.eos_token_id] for row in script]
+        ids = [row[2 * len(turns) - 2][step : step + 1] or [stop] for row in script]
         step += 1
         return torch.full_like(scores, -torch.inf).scatter_(1, torch.tensor(ids, device=scores.device), 0.0)
 
@@ -236,7 +232,7 @@ def compare(options):
             *(f"{who} {statistics.median(x):10,.6g} " for who, x in zip(rounds, [ours, *theirs], strict=True)),
         )
         for values in theirs:
-            median_result(f"{name}: TRL / snug", [b / a for a, b in zip(ours, values, strict=True)], "x")
+            ratio_result(f"{name}: TRL / snug", values, ours)
 
 
 def wait(options):
@@ -261,9 +257,8 @@ def wait(options):
             if number < 0:
                 print(f"wait for {share:<6}  positions: {dict(positions)}", flush=True)
     for share in SHARES:
-        ratios = [value / eighth for value, eighth in zip(seconds[share][1:], seconds[1 / 8][1:], strict=True)]
         median_result(f"wait for {share}: rollout", seconds[share][1:], "s")
-        median_result(f"wait for {share}: seconds / those of 1/8", ratios, "x")
+        ratio_result(f"wait for {share}: seconds / those of 1/8", seconds[share][1:], seconds[1 / 8][1:])
 
 
 if __name__ == "__main__":

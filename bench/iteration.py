@@ -18,10 +18,8 @@ and include weights, moments and the reference: on CUDA the allocator's; on a CP
 The meter slows TRL down, so another process measures TRL's peak. There TRL's buffer for logits, always 32,768 columns
 wide, is not wider than the vocabulary: the rest is never written.
 
-Without TRL only snug is measured. With liger_kernel there is also TRL with use_liger_kernel. Left out: unsloth, which
-replaces TRL's classes when it is imported and needs a GPU for that.
-
-Prints the figures and, last, one JSON object.
+Without TRL only snug is measured. Left out: TRL with Liger, whose loss logprobs.py measures, and unsloth, which replaces
+TRL's classes when it is imported and needs a GPU for that.
 """
 
 import contextlib
@@ -36,16 +34,28 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from importlib.metadata import version
 from pathlib import Path
 
 import tokenizers
 import torch
-from common import DEVICE, HOME, begin, chosen, clocked, commit, in_a_process, median_result, parser, synchronize
+from common import (
+    DEVICE,
+    HOME,
+    begin,
+    chosen,
+    clocked,
+    in_a_process,
+    largest_difference,
+    median_result,
+    parser,
+    ratio_result,
+    synchronize,
+)
 from shapes import GPT2, QWEN, QWEN_05B, QWEN_15B
 
 import grpo
 from model import GPT, GPTConfig, make_model
+from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.device import cpu
@@ -56,7 +66,6 @@ from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import END_OF_TEXT, get_tokenizer
 
-PACKAGES = ("torch", "transformers", "trl", "liger_kernel")
 ITERATIONS, UNCOUNTED = int(os.environ.get("BENCH_ITERATIONS", 5)), 2  # of a process
 PHASES = ("time_s", "time_rollout_s", "time_reference_s", "time_train_s", "time_optimizer_s")
 GPT2_124M = GPT2 | dict(vocab_size=50257, bias=True)
@@ -87,7 +96,7 @@ CASES = {
         "uniform": (TINY | QWEN, 2, 4, 2, 0, 8, FLOAT32),
     },
 }
-SEQUENCES = dict(ragged=8, uniform=8, smollm2=16)  # of TRL's fastest micro-batches; others: 8
+SEQUENCES = dict(smollm2=16)  # of TRL's fastest micro-batches; others: 8
 AIMS = {("ragged", "time_s"): dict(at_least=8), ("uniform", "time_s"): dict(at_least=1.6)}
 AIMS |= {("ragged", "peak_mib"): dict(at_most=0.4)}
 
@@ -162,7 +171,7 @@ def iterations_of_snug(words, seed, folder):
     prepared = prepared_run(words, seed, f"{folder}/run")
     s = prepared.settings
     grpo.main(prepared)
-    lines = [json.loads(line) for line in open(f"{folder}/run/log.jsonl")]
+    lines = read_log(f"{folder}/run")
     for line in lines:
         line["peak_mib"] = line["mem_max_alloc_mb"]
     rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
@@ -180,27 +189,19 @@ def iterations_of_snug(words, seed, folder):
     return lines, floors | dict(floor_s=flops / product_speed(s.dtype), tokens=tokens)
 
 
-def iterations_of_trl(words, seed, folder, sequences, liger, metered):
+def iterations_of_trl(words, seed, folder, sequences, metered):
     """-> the same of TRL, which has no floor. metered: the peak, and seconds that mean nothing on a CPU."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOTrainer
     from trl.trainer import utils
 
     prepared = prepared_run(words, seed, f"{folder}/run")
     s = prepared.settings
-    rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
-    prompts = [dict(prompt=row["prompt"]) for row in rows]
-    sequences = min(sequences, s.sequences_per_rollout)
     if metered:
         utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, prepared.shape["vocab_size"])
-    config = trl_config(s, sequences, folder, max_steps=2 if metered else ITERATIONS, use_liger_kernel=liger)
     with MemoryMeter(DEVICE) if metered else contextlib.nullcontext() as meter:
-        model = AutoModelForCausalLM.from_pretrained(s.init_from, dtype=getattr(torch, s.param_dtype)).to(DEVICE)
+        model = transformers_model(s.init_from, s.param_dtype)
         if not metered:
             check_same_model(model, s)
-        tokenizer, dataset = AutoTokenizer.from_pretrained(s.init_from), Dataset.from_list(prompts)
-        trainer = GRPOTrainer(model, reward, config, dataset, processing_class=tokenizer)
+        trainer = make_trainer(prepared, model, sequences, 2 if metered else ITERATIONS)
         if (trainer.ref_model is not None) != bool(s.beta):
             raise SystemExit("TRL's reference is not as beta says")
         if metered and DEVICE == "cpu":  # the files' tensors are mapped into memory, by no op
@@ -213,27 +214,38 @@ def iterations_of_trl(words, seed, folder, sequences, liger, metered):
     return [line | dict(peak_mib=peak) for line in lines], {}
 
 
-def trl_config(s, sequences, folder, **more):
-    """TRL's options for our settings. sequences: of a micro-batch."""
-    from trl import GRPOConfig
+def transformers_model(folder, dtype):
+    from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(DEVICE)
+
+
+def make_trainer(prepared, model, sequences, steps, response_template=None, **more):
+    """TRL's trainer with our settings and prompts. sequences: of a micro-batch."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    s, tokenizer = prepared.settings, AutoTokenizer.from_pretrained(prepared.settings.init_from)
+    tokenizer.response_template = response_template
+    rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
+    dataset = Dataset.from_list([dict(prompt=row["prompt"]) for row in rows])
+    sequences = min(sequences, s.sequences_per_rollout)
     same = ("max_new_tokens", "learning_rate", "adam_beta2", "beta", "loss_type", "temperature", "seed")
     options = {name: getattr(s, name) for name in same} | dict(num_generations=s.group_size)
     options["max_completion_length"] = options.pop("max_new_tokens")
     options |= dict(per_device_train_batch_size=sequences, lr_scheduler_type="constant")
     options |= dict(gradient_accumulation_steps=s.sequences_per_rollout // sequences)
     options |= dict(use_cpu=DEVICE == "cpu", bf16=s.dtype == "bfloat16", gradient_checkpointing=False)
-    options |= dict(shuffle_dataset=False, save_strategy="no", output_dir=str(folder))
-    return GRPOConfig(**options, **more, report_to="none", logging_steps=1, disable_tqdm=True)
+    options |= dict(shuffle_dataset=False, save_strategy="no", output_dir=s.out_dir, max_steps=steps)
+    config = GRPOConfig(**options, report_to="none", logging_steps=1, disable_tqdm=True)
+    return GRPOTrainer(model, reward, config, dataset, processing_class=tokenizer, **more)
 
 
 def check_same_model(peer, s):
     """Do both compute the same log-probs from the folder? Otherwise nothing would be compared."""
     model = GPT.from_pretrained(s.init_from, DEVICE, s.param_dtype)
-    tokens = torch.randint(model.config.vocab_size - 1, (2, 32), device=DEVICE)
-    with torch.no_grad():
-        pair = [logits.float().log_softmax(-1) for logits in (model.logits(model(tokens)), peer(tokens).logits)]
-    if not (pair[0] - pair[1]).abs().max() < (1e-3 if s.param_dtype == "float32" else 0.2):
+    if not largest_difference(model, peer) < (1e-3 if s.param_dtype == "float32" else 0.2):
         raise SystemExit("snug and transformers read different models from the folder")
 
 
@@ -306,8 +318,8 @@ def arm(arguments):
         if arguments.arm == "snug":
             lines, extra = iterations_of_snug(words + shlex.split(arguments.snug), arguments.seed, folder)
         else:
-            metered, liger = "peak" in arguments.arm, "Liger" in arguments.arm
-            lines, extra = iterations_of_trl(words, arguments.seed, folder, arguments.sequences, liger, metered)
+            metered = "peak" in arguments.arm
+            lines, extra = iterations_of_trl(words, arguments.seed, folder, arguments.sequences, metered)
     extra["peak_mib"] = max(line["peak_mib"] for line in lines)
     lines = lines[UNCOUNTED:] or lines
     extra["length"] = statistics.mean(line["completion_length_mean"] for line in lines)
@@ -325,8 +337,8 @@ def measured(arm, words, seed, sequences, snug):
 
 
 def measure(name, case, arms, arguments):
-    """Rounds of a case, its figures and ratios told -> both, for the JSON object."""
-    sequences = arguments.sequences or SEQUENCES.get(name, 8)
+    """Rounds of a case; tell its figures and ratios."""
+    sequences = SEQUENCES.get(name, 8)
     rounds = {who: [] for who in arms}
     with tempfile.TemporaryDirectory() as folder:
         words = make_folder(case, Path(folder))
@@ -337,15 +349,15 @@ def measure(name, case, arms, arguments):
         for who in arms[1:]:
             peak = measured(f"{who}, peak", words, 1, sequences, "")["peak_mib"]
             rounds[who] = [figures | dict(peak_mib=peak) for figures in rounds[who]]
-    return dict(rounds=rounds, ratios=tell(name, rounds))
+    tell(name, rounds)
 
 
 def tell(name, rounds):
-    """Print the medians and the ratios to each other contender -> {contender: {figure: [median, smallest, largest]}}.
+    """Print the medians, and the ratios to TRL.
 
     The ratio of seconds and lengths is theirs / ours, that of peaks ours / theirs. Left out: phases that take no time.
     """
-    ours, ratios = rounds["snug"], {who: {} for who in rounds if who != "snug"}
+    ours = rounds["snug"]
     for key in (*PHASES, "peak_mib", "length"):
         row = [f"{who} {statistics.median(line[key] for line in lines):10.4g}" for who, lines in rounds.items()]
         print(f"{name}: {key:18}", "   ".join(row), flush=True)
@@ -359,13 +371,12 @@ def tell(name, rounds):
     median_result(
         f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second"
     )
-    for who, figures in ratios.items():
-        for key in [key for key in (*PHASES, "peak_mib", "length") if all(matters(key, line) for line in ours)]:
-            pairs = [(a[key], b[key]) for a, b in zip(ours, rounds[who], strict=True)]
-            values = [a / b if key == "peak_mib" else b / a for a, b in pairs]
-            what = f"{name}: snug's {key} / {who}'s" if key == "peak_mib" else f"{name}: {who}'s {key} / snug's"
-            figures[key] = median_result(what, values, "x", **AIMS.get((name, key), {}))
-    return ratios
+    for key in (*PHASES, "peak_mib", "length") if "TRL" in rounds else ():
+        pair = {who: [line[key] for line in lines] for who, lines in rounds.items()}
+        if all(matters(key, line) for line in ours):
+            above, below = ("snug", "TRL") if key == "peak_mib" else ("TRL", "snug")
+            aim = AIMS.get((name, key), {})
+            ratio_result(f"{name}: {above}'s {key} / {below}'s", pair[above], pair[below], **aim)
 
 
 def matters(key, line):
@@ -375,26 +386,21 @@ def matters(key, line):
 
 def main(arguments):
     begin(arguments)
-    installed = {name: version(name.replace("_", "-")) for name in PACKAGES if importlib.util.find_spec(name)}
-    arms, measured_cases = ["snug"], {}
-    if "trl" in installed:
-        arms += ["TRL"] + (["TRL with Liger"] if "liger_kernel" in installed else [])
-    else:
+    arms = ["snug", "TRL"]
+    if not importlib.util.find_spec("trl"):
+        arms.remove("TRL")
         print("TRL is not installed: only snug is measured", flush=True)
     for name, case in CASES[arguments.shapes].items():
         if chosen(name, arguments.only):
-            measured_cases[name] = measure(name, case, arms, arguments)
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    about = dict(device=device, commit=commit(), versions=installed, snug=arguments.snug)
-    print(json.dumps(about | dict(cases=measured_cases)))
+            measure(name, case, arms, arguments)
 
 
 if __name__ == "__main__":
     options = parser("A GRPO iteration, phase by phase, beside TRL's.")
     options.add_argument("--rounds", type=int, default=5, help="pairs of processes")
     options.add_argument("--snug", default="", help="more options of snug, such as --max_tokens_per_micro_batch=2048")
-    options.add_argument("--sequences", type=int, default=0, help="TRL's micro-batch; 0: the fastest that was found")
-    options.add_argument("--arm", help="used by the bench itself, and so are the next two")
+    options.add_argument("--arm", help="used by the bench itself, and so are the next three")
+    options.add_argument("--sequences", type=int)
     options.add_argument("--words")
     options.add_argument("--seed", type=int)
     arguments = options.parse_args()

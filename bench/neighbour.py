@@ -9,16 +9,17 @@ cases take turns, each in a process. A process's figure is the median of its ite
 
 import argparse
 import contextlib
+import io
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 
-from common import in_a_process, median_result
+from common import in_a_process, median_result, ratio_result
 
 import grpo
+from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.device import cpu, pick
@@ -36,9 +37,9 @@ def arm(without, iterations):
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--out_dir={folder}/run", f"--max_iters={iterations}", "--eval_prompts=0", "--device=cpu"]
         prepared = prepare(*read_settings(GRPOSettings, ["config/grpo_small.py", *words])[:2])
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with contextlib.redirect_stdout(io.StringIO()):
             grpo.main(prepared)
-        lines = [json.loads(line) for line in open(f"{folder}/run/log.jsonl")][2:]
+        lines = read_log(f"{folder}/run")[2:]
     return [statistics.median(line["time_s"] for line in lines), lines[-1]["mem_reserved_mb"]]
 
 
@@ -58,11 +59,11 @@ def main(arguments):
             alone[name].append(measured(without, arguments.iterations, busy=False))
             beside[name].append(measured(without, arguments.iterations, busy=True))
     for name in ARMS:
-        median_result(f"{name}: alone", [seconds for seconds, _ in alone[name]], "s")
-        median_result(f"{name}: beside a busy process", [seconds for seconds, _ in beside[name]], "s")
-        slower = [b / a for (a, _), (b, _) in zip(alone[name], beside[name], strict=True)]
-        median_result(f"{name}: times slower", slower, "x")
-        median_result(f"{name}: resident", [mib for _, mib in alone[name]], "MiB")
+        (quiet, resident), (busy, _) = (zip(*rounds[name], strict=True) for rounds in (alone, beside))
+        median_result(f"{name}: alone", quiet, "s")
+        median_result(f"{name}: beside a busy process", busy, "s")
+        ratio_result(f"{name}: times slower", busy, quiet)
+        median_result(f"{name}: resident", resident, "MiB")
 
 
 if __name__ == "__main__":

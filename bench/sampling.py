@@ -19,8 +19,21 @@ from dataclasses import asdict
 from importlib.util import find_spec
 
 import torch
-from common import DEVICE, HOME, begin, chosen, clocked, copy_bandwidth, end, going_on, median_result, parser, result
-from iteration import set_stop_probability
+from common import (
+    DEVICE,
+    HOME,
+    begin,
+    chosen,
+    clocked,
+    copy_bandwidth,
+    end,
+    going_on,
+    largest_difference,
+    median_result,
+    parser,
+    result,
+)
+from iteration import set_stop_probability, transformers_model
 from shapes import GPT2, QWEN, QWEN_15B
 
 from model import autocast, make_model
@@ -75,9 +88,7 @@ def real_models(config, folder, dtype):
     prepared, peer = prepare(*read_settings(GRPOSettings, words)[:2]), None
     task, run = prepared.task, load_run(prepared.origin, DEVICE)
     if find_spec("transformers"):
-        from transformers import AutoModelForCausalLM
-
-        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(DEVICE)
+        peer = transformers_model(folder, dtype).eval()
     ids = [run.tokenizer.encode_prompt(row["prompt"]) for row in task.prompts("train", range(16))]
     return run.model, peer, run.tokenizer.stop_tokens, ids
 
@@ -114,17 +125,14 @@ def make_models(name, shape, mean, dtype):
         set_stop_probability(model, stop, 1 / mean)
     if peer is not None:
         give_weights(model, peer.eval())
-    if peer is not None and not agree(model, peer, config.vocab_size, name):
+    if peer is not None and not agree(model, peer, name):
         peer = None
     return model, peer, (stop,) if mean else None
 
 
-@torch.no_grad()
-def agree(model, peer, vocab_size, name):
+def agree(model, peer, name):
     """Do both compute the same log-probs? Otherwise nothing would be compared."""
-    tokens = torch.randint(vocab_size, (2, 32), device=DEVICE)
-    ours, theirs = model.logits(model(tokens)).float(), peer(tokens).logits.float()
-    difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
+    difference = largest_difference(model, peer)
     limit = 1e-3 if model.device.type == "cpu" and next(peer.parameters()).dtype == torch.float32 else 0.2
     result(f"{name}: log-probs, difference to generate's model", difference, at_most=limit)
     return difference <= limit

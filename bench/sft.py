@@ -12,7 +12,7 @@ import statistics
 from functools import partial
 
 import torch
-from common import DEVICE, begin, median_result, parser, result
+from common import DEVICE, begin, parser, ratio_result, result
 
 import grpo
 import train_sft
@@ -52,11 +52,11 @@ def main(arguments):
         for who, (prepared, iterate) in contenders.items():
             records[who].append(run(prepared, 3, iterate))
     for name, unit in dict(mem_max_alloc_mb="MiB", time_s="s", time_train_s="s").items():
-        for who, lines in records.items():
-            result(f"{who}: {name}", statistics.median(line[name] for line in lines), unit)
-        ratios = [a[name] / b[name] for a, b in zip(records["GRPO"], records["SFT"], strict=True)]
+        values = {who: [line[name] for line in lines] for who, lines in records.items()}
+        for who in values:
+            result(f"{who}: {name}", statistics.median(values[who]), unit)
         aim = dict(at_most=1.1) if name == "mem_max_alloc_mb" and arguments.shapes != "tiny" else {}
-        median_result(f"GRPO's {name} / SFT's", ratios, "x", **aim)
+        ratio_result(f"GRPO's {name} / SFT's", values["GRPO"], values["SFT"], **aim)
 
 
 if __name__ == "__main__":
