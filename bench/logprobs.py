@@ -49,10 +49,10 @@ def plain_logprobs(logits, targets):
 def peers():
     """-> {name: function or None}: from logits, and from hidden states per token and as a mean loss.
 
-    GRPO losses get 8 sequences with an advantage of 1 each and no old log-probs: minus the mean log-prob, as a
+    Liger's GRPO loss gets 8 sequences with an advantage of 1 each and no old log-probs: minus the mean log-prob, as a
     gradient.
     """
-    libraries = dict.fromkeys(("trl", "liger", "liger_grpo_head", "liger_grpo", "cce"))
+    libraries = dict.fromkeys(("trl", "liger", "cce"))
     try:
         from trl.trainer.utils import selective_log_softmax
 
@@ -63,42 +63,24 @@ def peers():
     except ImportError:
         pass
     try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        libraries["liger"] = lambda reduction: (
-            lambda hidden, weight, targets: LigerFusedLinearCrossEntropyLoss(reduction=reduction)(
-                weight, hidden, targets
-            )
-        )
-    except ImportError:
-        pass
-    try:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-
-        def in_eight(*tensors):
-            return [x.unflatten(0, (8, -1)) for x in tensors]
 
         def grpo_head(hidden, weight, targets):
-            hidden, targets = in_eight(hidden, targets)
+            hidden, targets = (x.unflatten(0, (8, -1)) for x in (hidden, targets))
             ones = torch.ones(targets.shape, dtype=torch.long, device=targets.device)
             return fused(hidden, weight, targets, ones, torch.ones(8, device=targets.device))[0]
 
-        def grpo(logits, targets):  # drops each sequence's last row, as a model's logits have one too many
-            logits, targets = in_eight(logits, targets)
-            advantages = torch.ones(8, device=targets.device)
-            return triton_grpo_loss(
-                logits, None, None, targets[:, :-1].contiguous(), advantages, temperature=1.0, beta=0.0
-            )[0].sum()
-
         fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
-        libraries["liger_grpo_head"], libraries["liger_grpo"] = grpo_head, grpo
+        libraries["liger"] = grpo_head
     except ImportError:
         pass
     try:
         from cut_cross_entropy import linear_cross_entropy
 
-        libraries["cce"] = lambda reduction: partial(linear_cross_entropy, reduction=reduction)
+        libraries["cce"] = (
+            partial(linear_cross_entropy, reduction="mean"),
+            lambda *x: -linear_cross_entropy(*x, reduction="none"),
+        )
     except ImportError:
         pass
     return libraries
@@ -125,9 +107,6 @@ def head_contenders(libraries, compile, budgets):
     def with_logits(logprobs):
         return lambda *x: -logprobs(F.linear(*x[:2]), x[2]).mean(), lambda *x: logprobs(F.linear(*x[:2]), x[2])
 
-    def of_loss(make):
-        return make and (make("mean"), lambda *x: -make("none")(*x))
-
     recomputed = partial(head_logprobs, chunk_mb=budgets[-1])
     named = {
         f"snug head_loss, {mb} MiB": (partial(ours, chunk_mb=mb), partial(head_logprobs, chunk_mb=mb)) for mb in budgets
@@ -137,9 +116,8 @@ def head_contenders(libraries, compile, budgets):
         "plain torch": with_logits(plain_logprobs),
         "torch.compile": tuple(map(compile, with_logits(plain_logprobs))),
         "TRL selective_log_softmax": libraries["trl"] and with_logits(libraries["trl"]),
-        "Liger fused linear CE": of_loss(libraries["liger"]),
-        "Liger fused linear GRPO": libraries["liger_grpo_head"] and (libraries["liger_grpo_head"], None),
-        "cut cross-entropy": of_loss(libraries["cce"]),
+        "Liger fused linear GRPO": libraries["liger"] and (libraries["liger"], None),
+        "cut cross-entropy": libraries["cce"],
     }
 
 
@@ -233,13 +211,7 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
         results = new_rows(M, options._replace(entropy=entropy), DEVICE)
         forward_rows(other, targets, options, *results, scratch, in_place=dtype == torch.float32, gradient=True)
 
-    def liger():
-        leaf = other.detach().requires_grad_()
-        libraries["liger_grpo"](leaf, targets).backward()
-
     one_visit = {"snug, one visit": partial(visit, False), "snug, one visit with entropy": partial(visit, True)}
-    if libraries["liger_grpo"]:
-        one_visit["Liger GRPO loss, in place"] = liger
     stages = {  # what, passes over the logits that it takes at least, contenders
         "loss + gradient": (2, one_visit),
         "forward": (1, {name: partial(forward, f) for name, f in ready.items()}),
@@ -260,10 +232,7 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
             else:
                 aim = dict(at_least=90) if name in ("snug", "snug, kernel alone") and passes < 3 else {}
                 result(f"{stage}: {name}", 100 * rate / copied, "% copy", **aim, ms=times[name], **details)
-    absent = [name for name in contenders if name not in ready] + (
-        [] if libraries["liger_grpo"] else ["Liger GRPO loss, in place"]
-    )
-    print(f"not installed: {', '.join(absent)}")
+    print(f"not installed: {', '.join(name for name in contenders if name not in ready)}")
 
 
 def bench_head(M, C, V, dtype, budgets, rounds, libraries, compile):
