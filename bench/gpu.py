@@ -116,6 +116,16 @@ def print_kernels(name, call, calls=3):
     result(f"{name}: kernels and copies", round(sum(counts.values())), "", us=sum(spent.values()))
 
 
+def random_bfloat16(*shape):
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def each_in_turn(multiply, x, weights):
+    """Microseconds of a product of x and one of many weights, more than a cache holds."""
+    turn = itertools.cycle(weights)
+    return without_launches(lambda: multiply(x, next(turn)), len(weights))
+
+
 def random_model(sizes):
     torch.manual_seed(0)
     return make_model(sizes["model"], DEVICE, "bfloat16")
@@ -153,7 +163,7 @@ def with_gradients(function, qkv, dy, packed):
 def ceilings(sizes):
     result("a copy", copy_bandwidth(sizes["copy"]) / 1e12, "TB/s")
     n = sizes["product"]
-    a = torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16)
+    a = random_bfloat16(n, n)
     result("a product", 2 * n**3 / microseconds(lambda: a @ a) / 1e6, "TFLOP/s")
     model = random_model(sizes)
     block = model.blocks[0]
@@ -162,19 +172,15 @@ def ceilings(sizes):
     del model, block, matrices
     for rows, (name, (out, width)) in itertools.product(sizes["rows"], shapes.items()):
         count = 1 + sizes["cache"] // (2 * out * width)
-        weights = [torch.randn(out, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
-        x, turn = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16), itertools.cycle(weights)
-        us = without_launches(lambda x=x, turn=turn: F.linear(x, next(turn)), count)
+        weights = [random_bfloat16(out, width) for _ in range(count)]
+        us = each_in_turn(F.linear, random_bfloat16(rows, width), weights)
         result(f"{rows} rows, {name} {out} x {width}", us, "us", tb_per_s=2 * out * width / us / 1e6)
 
 
 @torch.inference_mode()
 def nf4(sizes):
     for rows, (out, width) in itertools.product(sizes["rows"], sizes["matrices"]):
-        x, count = (
-            torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16),
-            1 + 2 * sizes["cache"] // (out * width),
-        )
+        x, count = random_bfloat16(rows, width), 1 + 2 * sizes["cache"] // (out * width)
         weights = [NF4((out, width), DEVICE).copy_(torch.randn(out, width, device=DEVICE)) for _ in range(count)]
         values = [weight.dequantized(torch.bfloat16) for weight in weights[: 1 + count // 4]]
         exact, name = x.double() @ values[0].double().t(), f"NF4, {rows} rows, {out} x {width}"
@@ -185,8 +191,7 @@ def nf4(sizes):
         if CUDA:
             ways["4 bits"] = weights, product
         for way, (matrices, multiply) in ways.items():
-            turn = itertools.cycle(matrices)
-            us = without_launches(lambda x=x, turn=turn, f=multiply: f(x, next(turn)), len(matrices))
+            us = each_in_turn(multiply, x, matrices)
             result(f"{name}: {way}", us, "us", tb_per_s=out * width * 4.127 / 8 / us / 1e6)
 
 
@@ -237,7 +242,7 @@ def train(sizes):
         synchronize()
         started = time.perf_counter()
         step()
-        host = time.perf_counter() - started
+        host = time.perf_counter() - started  # without waiting for the device
         details = dict(tflop_per_s=6 * (blocks * tokens + c.n_embd * c.vocab_size * M) / us / 1e6, host_ms=1e3 * host)
         details |= dict(peak_mib=torch.cuda.max_memory_allocated() / MIB) if CUDA else {}
         with torch.no_grad():
@@ -278,7 +283,7 @@ def tune(sizes):
     (H, G, D), original = sizes["heads"][0], flash.kernel_shape
     for groups in sizes["tuned"]:
         T, pairs = sum(p + sum(lengths) for p, lengths in groups), pairs_of(groups)
-        q, k, v = (torch.randn(1, n, T, D, device=DEVICE, dtype=torch.bfloat16) for n in (H, G, G))
+        q, k, v = (random_bfloat16(1, n, T, D) for n in (H, G, G))
         row = [x[:, :, :1].expand(-1, -1, int((2 * pairs) ** 0.5), -1).clone().normal_() for x in (q, k, v)]
         causal = lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
         attention_speed(f"{T} tokens, PyTorch's causal row", causal, row, None, 4 * H * D * pairs)

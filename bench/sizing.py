@@ -8,7 +8,7 @@ prompt. Blocks are checkpointed, a micro-batch is one sequence, weights and grad
 """
 
 from common import chosen, parser
-from shapes import QWEN, QWEN_05B, QWEN_15B
+from shapes import QWEN_05B, QWEN_7B, QWEN_15B, UNTIED
 
 import grpo
 from runs.prepare import prepare
@@ -20,11 +20,10 @@ BATCH = dict(
     block_size=2048, task="countdown", group_size=4, max_prompt_length=256, max_new_tokens=1024, eval_prompts=0
 )
 MEMORY = dict(dtype="bfloat16", param_dtype="bfloat16", checkpoint_blocks="block", max_tokens_per_micro_batch=1280)
-UNTIED = QWEN | dict(vocab_size=151936, tie_embeddings=False)
 MODELS = {  # the shapes of Qwen2.5; tied embeddings up to 1.5B, as published
     "0.5B": QWEN_05B,
     "1.5B": QWEN_15B,
-    "7B": UNTIED | dict(n_layer=28, n_head=28, n_kv_head=4, n_embd=3584, n_hidden=18944),
+    "7B": QWEN_7B,
     "32B": UNTIED | dict(n_layer=64, n_head=40, n_kv_head=8, n_embd=5120, n_hidden=27648),
 }
 DEVICES = {
