@@ -26,11 +26,13 @@ from snug.device.pick import pick_device  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def parser(description):
+def parser(description, rounds=0):
     """Options of every bench. shapes: "cuda", "cpu", or "tiny", which only shows that the bench runs."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--shapes", choices=("cuda", "cpu", "tiny"), default=DEVICE, help="default: the device's")
     options.add_argument("--only", default="", help="cases whose name has one of these words, comma-separated")
+    if rounds:
+        options.add_argument("--rounds", type=int, default=rounds, help="in which the contenders take turns")
     return options
 
 

@@ -14,7 +14,7 @@ bench fails unless both have the same prompts, completions and masks of sampled 
 
 Positions are tokens that went into the model, with padding and idle rows: read (prompts and replies; in TRL the whole
 conversation), decoded one by one, and in training. All turns have the same length, which is kind to TRL: no row waits
-or is padded. With --ragged=1, and --wait, their text has a geometric length.
+or is padded. With --wait their text has a geometric length.
 
 prompt     tokens of a prompt, with the tool                       turn       tokens of a turn
 reply      words in a reply; the template adds ten tokens          sequences  TRL's micro-batch; snug's has its tokens
@@ -49,7 +49,7 @@ from snug.device.pick import pick_device
 from snug.tokenizer import get_tokenizer
 
 TURNS = 3
-SIZES = "rounds=3 iterations=2 prompts=4 completions=8 prompt=120 turn=40 reply=10 ragged=0 sequences=8"
+SIZES = "rounds=3 iterations=2 prompts=4 completions=8 prompt=120 turn=40 reply=10 sequences=8"
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 WORDS = ("river", "stone", "garden", "winter", "silver", "window", "music", "paper", "summer", "yellow")  # a token each
 TEMPLATE = """\
@@ -104,7 +104,7 @@ def make_script(tokenizer, options):
     for row in range(options.prompts * options.completions):
         rng, pieces = random.Random(row), []
         for turn in range(TURNS):
-            n = 1 + int(rng.expovariate(geometric)) if options.ragged or options.wait else options.turn
+            n = 1 + int(rng.expovariate(geometric)) if options.wait else options.turn
             call = dict(name="get", arguments=dict(key=f"{row}-{turn}-{options.reply}"))
             ids = tokenizer.encode(f"<tool_call>{json.dumps(call)}</tool_call>")
             ids = [] if options.wait or turn == TURNS - 1 else ids

@@ -52,12 +52,12 @@ def peers():
     Liger's GRPO loss gets 8 sequences with an advantage of 1 each and no old log-probs: minus the mean log-prob, as a
     gradient.
     """
-    libraries = dict.fromkeys(("trl", "liger", "cce"))
+    libraries = dict.fromkeys(("TRL", "Liger", "cut cross-entropy"))
     try:
         from trl.trainer.utils import selective_log_softmax
 
         # (8, M / 8, V), as TRL calls it: it goes through the first dimension one by one
-        libraries["trl"] = lambda logits, targets: selective_log_softmax(
+        libraries["TRL"] = lambda logits, targets: selective_log_softmax(
             logits.unflatten(0, (8, -1)), targets.view(8, -1)
         ).flatten()
     except ImportError:
@@ -71,13 +71,13 @@ def peers():
             return fused(hidden, weight, targets, ones, torch.ones(8, device=targets.device))[0]
 
         fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
-        libraries["liger"] = grpo_head
+        libraries["Liger"] = grpo_head
     except ImportError:
         pass
     try:
         from cut_cross_entropy import linear_cross_entropy
 
-        libraries["cce"] = (
+        libraries["cut cross-entropy"] = (
             partial(linear_cross_entropy, reduction="mean"),
             lambda *x: -linear_cross_entropy(*x, reduction="none"),
         )
@@ -92,7 +92,7 @@ def logits_contenders(libraries, compile):
         "snug": token_logprobs,
         "plain torch": plain_logprobs,
         "torch.compile": compile(plain_logprobs),
-        "TRL selective_log_softmax": libraries["trl"],
+        "TRL selective_log_softmax": libraries["TRL"],
     }
 
 
@@ -115,9 +115,9 @@ def head_contenders(libraries, compile, budgets):
         f"snug head_logprobs, {budgets[-1]} MiB": (lambda *x: -recomputed(*x).mean(), recomputed),
         "plain torch": with_logits(plain_logprobs),
         "torch.compile": tuple(map(compile, with_logits(plain_logprobs))),
-        "TRL selective_log_softmax": libraries["trl"] and with_logits(libraries["trl"]),
-        "Liger fused linear GRPO": libraries["liger"] and (libraries["liger"], None),
-        "cut cross-entropy": libraries["cce"],
+        "TRL selective_log_softmax": libraries["TRL"] and with_logits(libraries["TRL"]),
+        "Liger fused linear GRPO": libraries["Liger"] and (libraries["Liger"], None),
+        "cut cross-entropy": libraries["cut cross-entropy"],
     }
 
 
@@ -185,7 +185,7 @@ def turns(calls):
 def bench_logits(M, V, dtype, rounds, libraries, compile, only):
     logits = (3 * torch.randn(M, V, device=DEVICE)).to(dtype)
     targets = torch.randint(V, (M,), device=DEVICE)
-    contenders, other = logits_contenders(libraries, compile), torch.randn(M, V, device=DEVICE, dtype=dtype)
+    other = torch.randn(M, V, device=DEVICE, dtype=dtype)
     read = logits.numel() * logits.element_size()
 
     def forward(function):
@@ -200,7 +200,7 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
         exact = plain_logprobs(logits[:64].double(), targets[:64])
         return attempt(lambda: float((function(logits[:64], targets[:64]) - exact).abs().max()))
 
-    ready = {name: function for name, function in contenders.items() if function}
+    ready = {name: function for name, function in logits_contenders(libraries, compile).items() if function}
     options = Options(1.0, V, False, dtype)
     lse, ones, zeros = (torch.full((M,), value, device=DEVICE) for value in (12.0, 1.0, 0.0))
     scratch = new_scratch(logits, copy=True, entropy=True)
@@ -232,14 +232,12 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
             else:
                 aim = dict(at_least=90) if name in ("snug", "snug, kernel alone") and passes < 3 else {}
                 result(f"{stage}: {name}", 100 * rate / copied, "% copy", **aim, ms=times[name], **details)
-    print(f"not installed: {', '.join(name for name in contenders if name not in ready)}")
 
 
 def bench_head(M, C, V, dtype, budgets, rounds, libraries, compile):
     hidden = torch.randn(M, C, device=DEVICE).to(dtype).requires_grad_()
     weight = torch.nn.Parameter((3 * torch.randn(V, C, device=DEVICE) / C**0.5).to(dtype))
     targets = torch.randint(V, (M,), device=DEVICE)
-    contenders = head_contenders(libraries, compile, budgets)
 
     def train(loss):
         hidden.grad = weight.grad = None
@@ -262,7 +260,7 @@ def bench_head(M, C, V, dtype, budgets, rounds, libraries, compile):
             weight.requires_grad_(True)
 
     h, w = hidden.detach(), weight.detach()
-    ready = {name: pair for name, pair in contenders.items() if pair}
+    ready = {name: pair for name, pair in head_contenders(libraries, compile, budgets).items() if pair}
     for part in turns(ready):
         times = interleaved({"products": products} | {name: partial(train, part[name][0]) for name in part}, rounds)
         for name in (name for name in part if name in times):
@@ -273,7 +271,6 @@ def bench_head(M, C, V, dtype, budgets, rounds, libraries, compile):
             details |= dict(extra_mib=extra(loss, frozen=False), frozen_mib=extra(loss, frozen=True))
             aim = dict(at_most=1.10) if name == f"snug head_loss, {budgets[-1]} MiB" else {}
             result(f"head: {name}", times[name] / times["products"], "products", **aim, **details)
-    print(f"not installed: {', '.join(name for name in contenders if name not in ready)}")
 
 
 def main():
@@ -282,6 +279,7 @@ def main():
     (M, V), head, dtype, budgets, rounds = SHAPES[arguments.shapes]
     begin(arguments)
     libraries, compile = peers(), partial(torch.compile, backend="eager" if arguments.shapes == "tiny" else "inductor")
+    print(f"not installed: {', '.join(name for name in libraries if not libraries[name]) or 'none'}")
     print(f"logits ({M}, {V}), {dtype}")
     bench_logits(M, V, dtype, rounds, libraries, compile, arguments.only)
     if chosen("head", arguments.only):

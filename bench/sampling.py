@@ -48,7 +48,6 @@ from snug.pretrained.tensors import entries, rows_of
 
 REAL = HOME / "models/smollm2-135m-instruct"
 
-GPT2_124M = GPT2 | dict(vocab_size=50257)
 QWEN_1B = QWEN_15B | dict(block_size=2048)
 QWEN_TINY = QWEN | dict(vocab_size=512, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size=64)
 SMALL = dict(vocab_size=512, n_head=4, block_size=256)
@@ -68,9 +67,9 @@ CASES = {
     },
     "cuda": {  # the most wanted first
         "qwen 1.5B, batch 64": (QWEN_1B, 4, 256, 16, 0, 256, "bfloat16"),
-        "gpt2, batch 64": (GPT2_124M, 4, 128, 16, 0, 256, "bfloat16"),
+        "gpt2, batch 64": (GPT2, 4, 128, 16, 0, 256, "bfloat16"),
         "qwen 1.5B, batch 16": (QWEN_1B, 1, 256, 16, 0, 256, "bfloat16"),
-        "gpt2, batch 64, geometric": (GPT2_124M, 4, 128, 16, 128, 512, "bfloat16"),
+        "gpt2, batch 64, geometric": (GPT2, 4, 128, 16, 128, 512, "bfloat16"),
     },
     "tiny": {
         "qwen": (QWEN_TINY, 2, 8, 2, 0, 8, "bfloat16"),
@@ -125,8 +124,7 @@ def make_models(name, shape, mean, dtype):
         set_stop_probability(model, stop, 1 / mean)
     if peer is not None:
         give_weights(model, peer.eval())
-    if peer is not None and not agree(model, peer, name):
-        peer = None
+        peer = peer if agree(model, peer, name) else None
     return model, peer, (stop,) if mean else None
 
 
@@ -258,8 +256,7 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    options = parser("Sampling: tokens a second, beside Hugging Face generate.")
+    options = parser("Sampling: tokens a second, beside Hugging Face generate.", rounds=5)
     options.add_argument("--static", action="store_true", help="also with the static cache, which generate compiles")
     options.add_argument("--coder", help="a folder with a model that writes Python, for the cases named coder")
-    options.add_argument("--rounds", type=int, default=5, help="pairs that count")
     main(options.parse_args())

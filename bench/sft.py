@@ -60,6 +60,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    options = parser("GRPO beside SFT: peak and seconds of an iteration.")
-    options.add_argument("--rounds", type=int, default=5, help="pairs of runs")
-    main(options.parse_args())
+    main(parser("GRPO beside SFT: peak and seconds of an iteration.", rounds=5).parse_args())
