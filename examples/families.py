@@ -29,7 +29,8 @@ EMPTY = either("None", "-1", "0")
 EXTREME = {"largest": "max", "smallest": "min"}
 FIRST = {"first": "0", "last": "-1"}
 FORM = {"a list": "found", "the number": "len(found)", "the sum": "sum(found)"}
-FROM, TO = {"included": "<=", "excluded": "<"}, {"included": "<=", "excluded": "<"}
+INSIDE = {"included": "<=", "excluded": "<"}
+ONCE = {"once": "set(values)", "separately": "values"}
 START, STOP = {"included": "low", "excluded": "low + 1"}, {"included": "high + 1", "excluded": "high"}
 
 # fmt: off
@@ -46,7 +47,7 @@ TRAINING = [
         "Return the sum of the $kind in `values` from `low` ($left) to `high` ($right).", """
         return sum(v for v in values if low $left v $right high$kind)""",
         kind={"numbers": "", "even numbers": " and v % 2 == 0", "odd numbers": " and v % 2 == 1"},
-        left=FROM, right=TO),
+        left=INSIDE, right=INSIDE),
     family("index_of_extreme(values)",
         "Return the position of the $extreme number in `values`; the first number has position $base. "
         "If it occurs several times, return its $tie position. If `values` is empty, return "
@@ -121,7 +122,7 @@ TRAINING = [
         return sorted(found, reverse=$order)$few""",
         extreme={"largest": "True", "smallest": "False"},
         order={"ascending": "False", "descending": "True"},
-        once={"once": "set(values)", "separately": "values"},
+        once=ONCE,
         few={"all of them": "", "an empty list": " if len(found) == k else []"}),
     family("most_common(values)",
         "Return the number that occurs $often in `values`. If there are several, return the $tie of "
@@ -174,7 +175,7 @@ TRAINING = [
         "Return a list of the numbers in `values`, but with $what in place of each number outside the "
         "range from `low` ($left) to `high` ($right).", """
         return [v if low $left v $right high else $what for v in values]""",
-        what=EMPTY, left=FROM, right=TO),
+        what=EMPTY, left=INSIDE, right=INSIDE),
     family("second(values)",
         "Return the second $extreme number in `values`. Equal numbers count $once. If there is none, "
         "return $empty.", """
@@ -183,7 +184,7 @@ TRAINING = [
             return $empty
         return found[$extreme]""",
         extreme={"largest": "-2", "smallest": "1"},
-        once={"once": "set(values)", "separately": "values"}, empty=EMPTY),
+        once=ONCE, empty=EMPTY),
     family("partition(values, t)",
         "Return a list of the numbers in `values`: first those $bound `t`, $front, then all others, "
         "$back.", """

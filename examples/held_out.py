@@ -1,6 +1,6 @@
 """Families that no training prompt comes from, for examples/functions.py. They are written as those of families.py."""
 
-from examples.families import EMPTY, FORM, START, STOP, either, family
+from examples.families import EMPTY, FORM, ONCE, START, STOP, either, family
 
 # fmt: off
 HELD_OUT = [
@@ -12,7 +12,7 @@ HELD_OUT = [
             return $empty
         return found[$side // 2]""",
         side={"smaller": "(len(found) - 1)", "larger": "len(found)"},
-        once={"once": "set(values)", "separately": "values"}, empty=EMPTY),
+        once=ONCE, empty=EMPTY),
     family("windows(values, k)",
         "Return a list of the $what of each `k` neighbours in `values`, from left to right; each group "
         "of neighbours begins $step after the one before. If `values` has fewer than `k` numbers, "
