@@ -135,8 +135,7 @@ if triton is not None:
     # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
     def attend_kernel(
-        q, k, v, cos, sin, q_row, k_row, v_row,
-        prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,
+        q, k, v, cos, sin, q_row, k_row, v_row, prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,
         parts, tops, totals, counters, y, scale, T_p, T_c, D, prompt_programs, prompt_chunk, completion_chunk,
         R: constexpr, TILE: constexpr, M: constexpr, N: constexpr, DP: constexpr, ROTARY: constexpr,
         PART: constexpr, WINDOW: constexpr,
@@ -147,10 +146,8 @@ if triton is not None:
         program, g = tl.program_id(0), tl.program_id(1)
         G = tl.num_programs(1)
         d = tl.arange(0, DP)
-        member, r = (
-            tl.arange(0, M) // (M // TILE),
-            tl.arange(0, M) % (M // TILE),
-        )  # slot of the tile, head
+        member = tl.arange(0, M) // (M // TILE)  # of the tile
+        r = tl.arange(0, M) % (M // TILE)
         size = PART if PART else D  # of a line of cos and sin
         prompt_splits = tl.cdiv(T_p, prompt_chunk)
         completion_splits = tl.cdiv(T_c, completion_chunk)
@@ -191,9 +188,9 @@ if triton is not None:
         active = (slot >= 0) & (r < R)
         slot = tl.maximum(slot, 0)
         head = g * R + r
-        x = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
+        q = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
         top, total, acc = attend_columns(
-            x, keys, values, begin, end, active, latest, T_c, scale, d, D, N, WINDOW
+            q, keys, values, begin, end, active, latest, T_c, scale, d, D, N, WINDOW
         )
         query, splits = slot * G * R + head, prompt_splits + completion_splits
         join(parts, tops, totals, counters, y, split, splits, query, active, top, total, acc, d, D)

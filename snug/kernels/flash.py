@@ -100,22 +100,14 @@ if triton is not None:
         delta,
         start,
         tiles,
-        T,
-        H,
-        q_head,
-        q_time,
-        k_head,
-        k_time,
-        v_head,
-        v_time,
-        R: constexpr,
-        D: constexpr,
-        DP: constexpr,
-        PARTS: constexpr,
-        M: constexpr,
-        N: constexpr,
+        T, H,
+        q_head, q_time,
+        k_head, k_time,
+        v_head, v_time,
+        R: constexpr, D: constexpr, DP: constexpr,
+        PARTS: constexpr, M: constexpr, N: constexpr,
         WINDOW: constexpr,
-    ):
+    ):  # fmt: skip
         """y and lse; or, with dy: dq, and delta (H, T), the sum of dy * y over D. One program per tile of queries and
         head. The last tiles run first: prompts' tiles see the fewest keys."""
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -160,9 +152,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def keys_kernel(
-        q,
-        k,
-        v,
+        q, k, v,
         lse,
         dy,
         dk,
@@ -173,22 +163,14 @@ if triton is not None:
         position,
         start,
         tiles,
-        T,
-        H,
-        q_head,
-        q_time,
-        k_head,
-        k_time,
-        v_head,
-        v_time,
-        R: constexpr,
-        D: constexpr,
-        DP: constexpr,
-        PARTS: constexpr,
-        M: constexpr,
-        N: constexpr,
+        T, H,
+        q_head, q_time,
+        k_head, k_time,
+        v_head, v_time,
+        R: constexpr, D: constexpr, DP: constexpr,
+        PARTS: constexpr, M: constexpr, N: constexpr,
         WINDOW: constexpr,
-    ):
+    ):  # fmt: skip
         """dk and dv. A program takes a tile of completions' keys and adds up the R query heads of its key head. The
         whole group sees a prompt's keys, so its few programs would run for long: there a program takes one query head,
         and writes shares (tokens, H, D), which `sum_kernel` adds up."""
@@ -311,7 +293,19 @@ def forward(q, k, v, y, lse, segments, window: int = 0):
     )
 
 
-def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window: int = 0):
+def backward(
+    dy,
+    q,
+    k,
+    v,
+    y,
+    lse,
+    dq,
+    dk,
+    dv,
+    segments,
+    window: int = 0,
+):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
     _, H, _, D = q.shape
     prompt_tiles = sum(-(-(middle - begin) // TILE) for begin, middle, _ in segments.groups)

@@ -111,9 +111,10 @@ def rotate(x, cos, sin):
     size = cos.shape[-1]
     left, right = x[..., :size].chunk(2, -1)
     turned = x[..., :size] * cos + torch.cat([-right, left], -1) * sin
-    return (
-        torch.cat([turned.to(x.dtype), x[..., size:]], -1) if size < x.shape[-1] else turned.to(x.dtype)
-    )
+    turned = turned.to(x.dtype)
+    if size == x.shape[-1]:
+        return turned
+    return torch.cat([turned, x[..., size:]], -1)
 
 
 def rotate_(x, cos, sin, back=False):
