@@ -148,21 +148,23 @@ def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, rotary, stretch, 
 @pytest.mark.parametrize(
     "shape, dtype, stretch, columns",
     [
-        (dict(sliding_window=1, rotary_fraction=0.5), torch.float16, 2, 4),
-        (dict(sliding_window=5, kv_heads=1), torch.float32, 3, 8),
+        (dict(sliding_window=1), torch.float16, 3, 4),
+        (dict(sliding_window=5, kv_heads=1, rotary_fraction=0.5), torch.float32, 3, 8),
         long(dict(sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, 4, 16),
-        (dict(sliding_window=20, T_p=70, lengths=(70, 34, 33), group_size=1), torch.float32, None, 16),
+        (dict(sliding_window=20, T_p=70, lengths=(34, 33, 70)), torch.float32, None, 16),
     ],
 )
 def test_kernel_attends_within_a_window(shape, dtype, stretch, columns, launches, monkeypatch):
-    """In a ring of fewer columns, and with windows that begin in the prompt, blocks behind its begin. 16 numbers of 24,
-    or half of them, turn."""
+    """In a ring of fewer columns, and with windows that begin in the prompt: a block behind its begin, for one slot of a
+    program and not yet for another. All of a head's numbers turn, or half, or 18 of 24."""
     monkeypatch.setattr(kvcache, "MOST", 3)
     if stretch:
         monkeypatch.setattr(attention, "split_columns", lambda width, *_: (-(-width // stretch), stretch))
     cache, config, prompts = make_cache(dtype, T_c=16, **shape)
     assert [part.both.shape[4] for part in cache.completions] == [columns]
-    assert run_rows(cache, config, prompts, LONG_ROWS, 1e-5 if dtype == torch.float32 else 4e-3, rotary=True) == 80
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    three = [moment[:3] for moment in LONG_ROWS[: columns + 2]]  # slots
+    assert run_rows(cache, config, prompts, three, tolerance, rotary=True) == 3 * len(three)
 
 
 @in_kernels
@@ -348,7 +350,7 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
     else:
         assert used["STACK"] <= (32 if dtype == "fp32" else 0)
         assert ("mma" in ptx) == (dtype == "bf16")
-        assert "cp.async" in ptx  # the next blocks are read while one is multiplied
+        assert capability < 80 or "cp.async" in ptx  # the next blocks are read while one is multiplied
     # All threads store their parts, then the counter releases them; it acquires the others' parts, then all threads read.
     order = r"st\.global\S*|bar\.sync|atom\S*|ld\.global\S*|cp\.async\.c\S*"
     found = " ".join(op.split(".")[0] if op != "bar.sync" else "bar" for op in re.findall(order, ptx))
