@@ -39,13 +39,28 @@ if triton is not None:
 
     @triton.jit
     def attend_columns(
-        q, keys, values, begin, end, active, latest, ring, scale, d, D, N: constexpr, WINDOW: constexpr
+        q,
+        keys,
+        values,
+        begin,
+        end,
+        active,
+        latest,
+        earliest,
+        ring,
+        scale,
+        d,
+        D,
+        N: constexpr,
+        WINDOW: constexpr,
     ):
         """The softmax of active queries (M,) over columns begin .. end - 1, online (Milakov and Gimelshein 2018).
 
         q (M, DP); keys and values: column 0 of (columns, D). latest (M,): the column of each query's token, counted on
         from these columns, which are a ring of `ring` if the token's column is among them. With a window a query sees
         the columns whose age is less. -> top, total (M,), acc (M, DP)"""
+        if WINDOW:  # skip whole blocks, so that a query's sums do not depend on its neighbours
+            begin += tl.maximum(earliest + 1 - WINDOW - begin, 0) // N * N
         q = q.to(keys.dtype.element_ty)
         top = tl.full((q.shape[0],), LOW, tl.float32)
         total = tl.zeros_like(top)
@@ -112,25 +127,32 @@ if triton is not None:
         q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY: constexpr, PART: constexpr
     ):
         """-> (M, DP), rotated."""
+        mask = active[:, None] & (d[None, :] < D)
         turn = (slot * size)[:, None]
         x = q + (slot * q_row + head * D)[:, None]
-        mask = active[:, None] & (d[None, :] < D)
         return rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY, PART)
 
     @triton.jit
-    def write_column(k, v, cos, sin, keys, values, now, d, D, ROTARY: constexpr, PART: constexpr):
-        """Rotate a token's key, and write it and its value to column `now`."""
+    def write_column(
+        k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY: constexpr, PART: constexpr
+    ):  # fmt: skip
+        """Rotate the key of slot s, and write it and its value to column `now`."""
         inside = d < D
-        key = rotated(k, cos, sin, d, D, inside, ROTARY, PART)
-        value = tl.load(v + d, inside, 0.0)
+        key = k + s * k_row + g * D
+        key = rotated(key, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART)
+        value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
         tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
         tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
 
     @triton.jit
     def end_of_prompt(lengths, p, t, slot):
-        """-> a prompt's length, and the column that each slot's token would have if the prompt went on."""
+        """-> a prompt's length; the column that each slot's token would have if the prompt went on, and the smallest.
+
+        The smallest is found here, within the kernel's branch: from a reduction behind it Triton takes no alignment, and
+        then it does not read columns ahead (cp.async)."""
         length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
-        return length, length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
+        latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
+        return length, latest, tl.min(latest, 0)
 
     # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
@@ -159,8 +181,9 @@ if triton is not None:
             keys = prompt_k + (p * G + g) * T_p * D
             values = prompt_v + (p * G + g) * T_p * D
             begin = split * prompt_chunk
-            length, latest = end_of_prompt(lengths, p, t, slot)
-            end = tl.minimum(begin + prompt_chunk, length)
+            end = begin + prompt_chunk
+            length, latest, earliest = end_of_prompt(lengths, p, t, slot)
+            end = tl.minimum(end, length)
         else:
             s = (program - prompt_programs) // completion_splits
             split = (program - prompt_programs) % completion_splits
@@ -175,22 +198,19 @@ if triton is not None:
                 end = tl.minimum(end, T_c)
                 now %= T_c
             latest = tl.full((M,), now, tl.int32)
+            earliest = now
             if now // completion_chunk == split:
-                k += s * k_row + g * D
-                v += s * v_row + g * D
                 write_column(
-                    k, v, cos + s * size, sin + s * size, keys, values, now, d, D, ROTARY, PART
+                    k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY, PART
                 )
             tl.debug_barrier()  # all threads of the program see the new column
             split += prompt_splits
-        if WINDOW:  # skip whole blocks, so that a query's sums do not depend on its neighbours
-            begin += tl.maximum(tl.min(latest, 0) + 1 - WINDOW - begin, 0) // N * N
         active = (slot >= 0) & (r < R)
         slot = tl.maximum(slot, 0)
         head = g * R + r
         q = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
         top, total, acc = attend_columns(
-            q, keys, values, begin, end, active, latest, T_c, scale, d, D, N, WINDOW
+            q, keys, values, begin, end, active, latest, earliest, T_c, scale, d, D, N, WINDOW
         )
         query, splits = slot * G * R + head, prompt_splits + completion_splits
         join(parts, tops, totals, counters, y, split, splits, query, active, top, total, acc, d, D)
