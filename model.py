@@ -2,8 +2,8 @@
 
 One class covers GPT-2 (layer norm, learned positions, GELU, biases) and what came from Llama (RMS norm, rotary
 positions, gated MLPs, grouped-query attention): a `GPTConfig` (snug/shape.py) says what a model has. `forward` returns
-hidden states, never logits: a (B, T, V) tensor would be the largest in GRPO, so callers compute logits only for the rows
-that they need (logprobs/).
+hidden states, never logits: a (B, T, V) tensor would be the largest in GRPO, so callers compute logits only for the
+rows that they need (logprobs/).
 
 Left out: dropout (the sampler and the trainer must be the same function), mixture of experts.
 Test: pytest tests/test_model.py

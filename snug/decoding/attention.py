@@ -5,8 +5,8 @@ next power of two. A program takes one key head and a stretch of columns: of a p
 and so read it once, or of one slot's completion. It rotates its queries itself. Its result is a part of their softmax.
 The last program to finish with a query joins the parts (`join`).
 
-WINDOW: how many tokens a token sees, itself included; 0: all before it. With one, completions are a ring of T_c columns,
-in which token t has column t % T_c (kvcache.Completions). PART: how many of a head's numbers turn; 0: all.
+WINDOW: how many tokens a token sees, itself included; 0: all before it. With one, completions are a ring of T_c
+columns, in which token t has column t % T_c (kvcache.Completions). PART: how many of a head's numbers turn; 0: all.
 
 Left out: prefill, which is the model's own attention. Test: pytest tests/test_kernels.py
 """
@@ -148,8 +148,8 @@ if triton is not None:
     def end_of_prompt(lengths, p, t, slot):
         """-> a prompt's length; the column that each slot's token would have if the prompt went on, and the smallest.
 
-        The smallest is found here, within the kernel's branch: from a reduction behind it Triton takes no alignment, and
-        then it does not read columns ahead (cp.async)."""
+        The smallest is found here, within the kernel's branch: from a reduction behind it Triton takes no
+        alignment, and then it does not read columns ahead (cp.async)."""
         length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
         latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
         return length, latest, tl.min(latest, 0)

@@ -35,9 +35,9 @@ class Completions:
     both    (layers, 2, slots, G, W, D): token t of a completion is in column t % W
 
     Without a window, and where that is no shorter, W is T_c, the longest completion. With one W is the window and MOST
-    columns more. Then what a step writes behind a slot's latest token, right guesses or wrong, is never in a column that
-    a window still needs. The age of column c for a token t is (t - c) % W. The token sees it if the age is less than the
-    window, and not more than t: nothing is before token 0. With a window of 3, MOST 2 and t = 7:
+    columns more. Then what a step writes behind a slot's latest token, right guesses or wrong, is never in a column
+    that a window still needs. The age of column c for a token t is (t - c) % W. The token sees it if the age is less
+    than the window, and not more than t: nothing is before token 0. With a window of 3, MOST 2 and t = 7:
 
         column  0 1 2 3 4
         token   5 6 7 3 4

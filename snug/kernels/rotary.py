@@ -106,8 +106,9 @@ def rotary_table(config, length: int, device, kind: str = "rotary"):
 
 
 def rotate(x, cos, sin):
-    """x (B, H, T, D); cos, sin (B, 1, T, size) -> x with each pair (i, i + size/2) rotated by its position's angle. What
-    is behind `size` stays."""
+    """x (B, H, T, D); cos, sin (B, 1, T, size) -> x with each pair (i, i + size/2) rotated by its position's angle.
+
+    What is behind `size` stays."""
     size = cos.shape[-1]
     left, right = x[..., :size].chunk(2, -1)
     turned = x[..., :size] * cos + torch.cat([-right, left], -1) * sin

@@ -7,8 +7,8 @@ The real code runs on fake tensors, which have shapes and no data: init, then on
 prompts and completions (training/dry_run.py). A ledger follows every storage: when it is alive, and what it is for.
 
 A model's blocks are alike, or every n-th is of another kind, so two depths are enough: within one stretch of an
-iteration (a forward, a backward) the peak's bytes are a linear function of the depth. `plan` runs `depths_of` blocks and
-continues the lines.
+iteration (a forward, a backward) the peak's bytes are a linear function of the depth. `plan` runs `depths_of` blocks
+and continues the lines.
 
 CUDA_EXTRA has what only CUDA needs. Left out are: blocks are rounded up to 512 bytes, freed ones may not fit the next
 tensor (fragmentation: reserved is more than allocated), the CUDA context takes some 0.5 GiB, and attention's backward

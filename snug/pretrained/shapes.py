@@ -1,8 +1,8 @@
 """config.json <-> the shape of a GPT, for GPT-2 and the families of families.toml.
 
 read_shape returns GPTConfig's keywords and refuses options that GPT does not have. `family_of` finds the family of a
-shape; a Mistral without a window is written as a Llama. To add a family: a table in families.toml and, where its tensors
-have other names, a line in tensors.py.
+shape; a Mistral without a window is written as a Llama. To add a family: a table in families.toml and, where its
+tensors have other names, a line in tensors.py.
 
 With longrope block_size is at most the original context, for which the short factors are. Left out: the ranges of sizes
 and of rope's numbers, which GPTConfig checks; windows in some layers only, except in every n-th one.

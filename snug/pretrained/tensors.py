@@ -89,43 +89,49 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
             ("mlp.c_proj", "mlp.down", C, F),
         ]
     else:
-        D, bias = shape["head_size"], shape["qkv_bias"]
-        Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
         add("embed_tokens", "embedding", vocab_size, C)
         add("norm", "norm", C)
-        norms = TABLE["norms"]["with_post_norms" if shape["post_norm"] else "without_post_norms"]
-        block = [
-            (theirs, ours, C)
-            for theirs, ours in norms.items()
-            if shape["pre_norm"] or ours.startswith("post")
-        ]
-        block += [
-            ("self_attn.o_proj", "attention.proj", C, Q),
-            ("mlp.down_proj", "mlp.down", C, F),
-        ]
-        if family == "phi3":
-            block += [
-                ("self_attn.qkv_proj", "attention.qkv", Q + 2 * K, C),
-                ("mlp.gate_up_proj", "mlp.up", 2 * F, C),
-            ]
-        else:
-            block += [
-                ("self_attn.q_proj", "attention.qkv", Q, C, bias),
-                ("self_attn.k_proj", "attention.qkv", K, C, bias, Q),
-                ("self_attn.v_proj", "attention.qkv", K, C, bias, Q + K),
-                ("mlp.gate_proj", "mlp.up", F, C),
-                ("mlp.up_proj", "mlp.up", F, C, False, F),
-            ]
-        if shape["qk_norm"]:
-            q, k = (Q, K) if shape["qk_norm_joint"] else (D, D)
-            block += [("self_attn.q_norm", "attention.q_norm", q)]
-            block += [("self_attn.k_norm", "attention.k_norm", k)]
+        block = block_of(shape, family)
     for i in range(shape["n_layer"]):
         for theirs, ours, *rest in block:
             add(f"{'h' if gpt2 else 'layers'}.{i}.{theirs}", f"blocks.{i}.{ours}", *rest)
     if not shape["tie_embeddings"]:
         result.append(Entry("lm_head.weight", (vocab_size, C), "head.weight", vocab_size))
     return result
+
+
+def block_of(shape: dict, family: str) -> list[tuple]:
+    """What `entries` adds for each block of a family that came from Llama."""
+    C, F, D, bias = shape["n_embd"], shape["n_hidden"], shape["head_size"], shape["qkv_bias"]
+    Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
+    norms = TABLE["norms"]["with_post_norms" if shape["post_norm"] else "without_post_norms"]
+    block = [
+        (theirs, ours, C)
+        for theirs, ours in norms.items()
+        if shape["pre_norm"] or ours.startswith("post")
+    ]
+    block += [
+        ("self_attn.o_proj", "attention.proj", C, Q),
+        ("mlp.down_proj", "mlp.down", C, F),
+    ]
+    if family == "phi3":
+        block += [
+            ("self_attn.qkv_proj", "attention.qkv", Q + 2 * K, C),
+            ("mlp.gate_up_proj", "mlp.up", 2 * F, C),
+        ]
+    else:
+        block += [
+            ("self_attn.q_proj", "attention.qkv", Q, C, bias),
+            ("self_attn.k_proj", "attention.qkv", K, C, bias, Q),
+            ("self_attn.v_proj", "attention.qkv", K, C, bias, Q + K),
+            ("mlp.gate_proj", "mlp.up", F, C),
+            ("mlp.up_proj", "mlp.up", F, C, False, F),
+        ]
+    if shape["qk_norm"]:
+        q, k = (Q, K) if shape["qk_norm_joint"] else (D, D)
+        block += [("self_attn.q_norm", "attention.q_norm", q)]
+        block += [("self_attn.k_norm", "attention.k_norm", k)]
+    return block
 
 
 def weight_files(folder: Path) -> list[Path]:
