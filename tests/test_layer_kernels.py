@@ -114,8 +114,9 @@ def test_rotary_rotates_and_back(B, T, sizes, D, dtype):
 # SwiGLU and GeGLU.
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, gelu", [*((dtype, False) for dtype in DTYPES), *((dtype, True) for dtype in DTYPES[-2:])]
+)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1500), (0, 8)])
 def test_a_gated_unit_and_its_gradient(shape, dtype, gelu):
     *rows, n = shape
