@@ -179,7 +179,7 @@ def test_kernel_takes_queries_and_keys_of_another_type():
 
 @in_kernels
 @pytest.mark.parametrize(
-    "shape, changes", [long("gpt2", {}), ("llama", {}), ("llama", dict(n_layer=2, sliding_window=4, full_every=2))]
+    "shape, changes", [long("gpt2", {}), ("llama", {}), long("llama", dict(n_layer=2, sliding_window=4, full_every=2))]
 )
 def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, monkeypatch):
     """Slots that are filled again and leave, with every kernel of a step. What a recorded graph reads and writes stays
