@@ -179,7 +179,7 @@ def test_the_stop_token_has_the_same_probability_everywhere(iteration, case):
 
 
 def counted(model, T, length):
-    """Operations of a forward pass: torch's without attention, of which torch 2.15 counts all, plus its causal half."""
+    """Operations of a forward pass. Attention counts half, because it is causal; torch 2.15 counts all of it."""
     c, tokens = model.config, torch.randint(63, (1, T + length))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.logits(model(tokens)[:, T:])
