@@ -1,5 +1,6 @@
 """The model against a slow twin that loops over positions and heads, and the promises of its parts."""
 
+import gc
 import math
 
 import pytest
@@ -88,6 +89,7 @@ def test_block_inputs_wait_on_the_host(shape, kind):
     for offload in (False, True):
         model = make_model(shape, n_layer=6)
         model.checkpoint_blocks, model.activation_offload = kind, offload
+        gc.collect()
         before = HOST.current
         with LiveBytes() as live:
             total = model(tokens).square().sum()

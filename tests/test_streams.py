@@ -343,6 +343,7 @@ def test_a_small_or_short_lived_tensor_is_not_pinned_in_place(monkeypatch):
 
 
 def test_what_cannot_be_pinned_is_said_in_one_line():
+    gc.collect()
     before = HOST.current
     with fake_pinning(error=2) as cudart:
         said = r"the host cannot pin 4 MiB .*CUDA error 2.*; keep less there"
