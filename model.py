@@ -148,6 +148,7 @@ class GPT(nn.Module):
         self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         # {kind of rope: cos, sin of the positions used so far} (`angles`); not saved
         self.rotary = {}
+        self.ropes = [config.rope(layer) for layer in range(config.n_layer)]
         self.init_weights()
 
     def init_weights(self):
@@ -223,17 +224,16 @@ class GPT(nn.Module):
         length = mask.longest if isinstance(mask, Segments) else length
         angles = self.angles(positions, length)
         inputs = BlockInputs()
-        for layer, block in enumerate(self.blocks):
+        for block, kind in zip(self.blocks, self.ropes, strict=True):
             block_last = last if block is self.blocks[-1] else None
-            rotary = angles.get(self.config.rope(layer))
-            x = self.run_block(block, x, rotary, cache, mask, block_last, inputs)
+            x = self.run_block(block, x, angles.get(kind), cache, mask, block_last, inputs)
         return self.norm(x)
 
     def angles(self, positions, length: int) -> dict:
         """positions (B, T) below length -> {kind of rope: cos, sin (B, 1, T, rotary size)}.
 
         Tables are made as they are needed. For a block_size of 131,072 they would take 64 MiB."""
-        kinds = {self.config.rope(layer) for layer in range(self.config.n_layer)} - {""}
+        kinds = {*self.ropes} - {""}
         for kind in kinds:
             cos = self.rotary.get(kind, [()])[0]
             if len(cos) < length or cos.device != positions.device:
