@@ -12,6 +12,7 @@ import mmap
 import weakref
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -54,17 +55,33 @@ class Ledger:
 
 
 HOST = Ledger()
+SYSTEM = Path("/")
+CGROUPS = [  # of version 2 and of version 1: folder, limit, use
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+]
 
 
 def available_on_host() -> int:
-    """Bytes that the host can still give, or this process's container (cgroup v2), whichever is less."""
-    kib = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-    free, cgroup = 1024 * int(kib["MemAvailable:"]), Path("/sys/fs/cgroup")
-    try:
-        left = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or "max": no limit
-        return free
-    return max(0, min(free, left))
+    """Bytes that the host can still give, or a container or other cgroup of this process, whichever is least."""
+    kib = dict(line.split()[:2] for line in (SYSTEM / "proc/meminfo").read_text().splitlines())
+    return max(0, min([1024 * int(kib["MemAvailable:"]), *left_in_cgroups()]))
+
+
+def left_in_cgroups():
+    """Yield what each cgroup of this process, from the inner one to the outermost, has left under its limit.
+
+    What it has read from files counts as left: the kernel drops it before anything is killed.
+    """
+    lines = (SYSTEM / "proc/self/cgroup").read_text().splitlines()  # "0::/a/b"
+    for path, (root, limit, used) in product((line.split(":", 2)[2] for line in lines), CGROUPS):
+        inner = SYSTEM / root / path[1:]
+        for folder in (inner, *inner.parents):
+            # From inside a container an outer one is not seen; "max" is no limit.
+            with suppress(OSError, ValueError):
+                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                files = int(stat["active_file"]) + int(stat["inactive_file"])
+                yield int((folder / limit).read_text()) - int((folder / used).read_text()) + files
 
 
 def new_on_host(
@@ -143,6 +160,13 @@ def unload(module):
         del module.arrival
 
 
+def move(tensor, place: str, device) -> torch.Tensor:
+    """-> a copy on the host, or on the device. place: "host" or "device"."""
+    if place == "host":
+        return new_on_host(tensor, keep=True, device=device).copy_(tensor)
+    return torch.empty_like(tensor, device=device).copy_(tensor)
+
+
 def stream_from_host(model, device):
     """Keep a frozen GPT's weights on the host. Its `blocks` are on the device while they run.
 
@@ -151,13 +175,23 @@ def stream_from_host(model, device):
     An embedding that is not the head runs on the host.
     """
     for p in model.parameters():
-        p.data = new_on_host(p, keep=True, device=device).copy_(p.data, non_blocking=True)
+        p.data = move(p.data, "host", device)
     blocks, at_home = model.blocks, model.head and model.embedding
+    model.hooks = []
     for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
-        block.register_forward_pre_hook(partial(arrive, following, device))
-        block.register_forward_hook(lambda block, *_: unload(block))
+        model.hooks.append(block.register_forward_pre_hook(partial(arrive, following, device)))
+        model.hooks.append(block.register_forward_hook(lambda block, *_: unload(block)))
     model.streamed = [module for module in model.children() if module not in (blocks, at_home)]
     model.runs_on = device
+
+
+def keep_on_device(model):
+    """The opposite of `stream_from_host`."""
+    for p in model.parameters():
+        p.data = move(p.data, "device", model.runs_on)
+    for hook in model.hooks:
+        hook.remove()
+    del model.streamed, model.hooks
 
 
 def arrive(following, device, block, _):

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from snug.device.host import Ledger
 from snug.device.kinds import MIB, PlanningMode, is_planned, kind_planned
-from snug.memory.ledger import LiveBytes, component_of
+from snug.memory.ledger import LiveBytes, component_of, unwatched
 from snug.memory.meter import MemoryMeter
 
 GIB = 2**30
@@ -199,7 +199,14 @@ def plan(dry_run, settings) -> Plan:
         host = Recorder()
         # On MPS torch's attention that trains is this one, which keeps its weights for backward.
         attention = sdpa_kernel(SDPBackend.MATH) if kind == "mps" else nullcontext()
-        with PlanningMode(kind, host), attention, PlanMeter(host) as meter:
+        # Inside a run its meter must not count this, and a reward function may have switched gradients off.
+        with (
+            unwatched(),
+            torch.enable_grad(),
+            PlanningMode(kind, host),
+            attention,
+            PlanMeter(host) as meter,
+        ):
             dry_run(settings, n_layer, meter)
         recorded.append(
             [
