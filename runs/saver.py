@@ -57,7 +57,11 @@ class Saver:
         # Absolute: a tool or a reward function may change the working folder.
         self.folder, self.constants = Path(settings.out_dir).absolute(), constants
         self.saved = start  # iterations done by the newest checkpoint
-        self.before = None  # of the block inside `keeping`: iterations done, progress, optimizer steps
+        self.before = (
+            0,
+            {},
+            0,
+        )  # of the block inside `keeping`: iterations done, progress, optimizer steps
         self.scores = {}  # iterations done -> score, None without an evaluation
         if self.processes.rank == 0:
             self.scores = {

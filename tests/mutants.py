@@ -478,7 +478,7 @@ MUTANTS = [
     ("budget: a wait does not save", "training/yielding.py", '                training.saver.rescue("a wait for memory")\n', "                pass\n", "test_yielding.py"),
     ("budget: a wait has no end", "training/yielding.py", "seconds >= MINUTE * limit", "False", "test_yielding.py"),
     ("budget: calm is not kept", "training/state.py", "            calm=self.calm,\n", "            calm=0,\n", "test_yielding.py"),
-    ("budget: all steps back at once", "snug/memory/fit.py", "faster = {name: values[place - 1]}", "faster[name] = want", "test_yielding.py"),
+    ("budget: all steps back at once", "snug/memory/fit.py", "faster = {name: values[place - 1] if have in values else want}", "faster[name] = want", "test_yielding.py"),
     ("budget: a step back forgets what is slower", "snug/memory/fit.py", "            slower[name] = want\n", "            pass\n", "test_yielding.py"),
     ("budget: a resumed run begins with the fastest", "snug/memory/fit.py", "            return kept\n", "            pass\n", "test_yielding.py"),
     ("budget: what the host has does not count", "snug/memory/fit.py", " and planned.host <= self.host", "", "test_plan.py"),
@@ -491,7 +491,7 @@ MUTANTS = [
     ("budget: gradients on the device are forgotten", "training/optimizer.py", "            self.host_gradients = HostGradients(self.parameters)\n            self.host_gradients.collect()\n", "            self.host_gradients = HostGradients(self.parameters)\n", "test_yielding.py"),
     ("budget: gradients on the host are forgotten", "training/optimizer.py", '                p.grad = move(gradient, "device", self.device)\n', "                pass\n", "test_yielding.py"),
     ("budget: gradients go to the host for ever", "training/optimizer.py", "            self.host_gradients.end()\n", "", "test_yielding.py"),
-    ("budget: it undoes an out-of-memory", "snug/memory/limits.py", "setattr(self, name, min(value, getattr(self, name) or value))", "pass", "test_yielding.py"),
+    ("budget: it undoes an out-of-memory", "snug/memory/limits.py", "setattr(self, name, min(value, began or value))", "pass", "test_yielding.py"),
     # snug/memory/fit.py
     ("a budget spends nothing that is left", "snug/memory/fit.py", "fitted = replace(settings, **{name: values[0] for name, values in steps.items()})", "fitted = settings", "test_plan.py"),
     ("a budget gives no option back", "snug/memory/fit.py", "        if not fits(fitted):\n            fitted = slower[bisect_left(slower[:-1], True, key=fits)]", "        fitted = slower[-1]", "test_plan.py"),

@@ -195,8 +195,17 @@ def test_a_run_waits_saved_and_goes_on(quick, tmp_path, monkeypatch):
     saved = "saved after iteration 1, before a wait for memory; --resume=auto goes on"
     before, waited = text.split(saved)
     assert "iter 1/4" in before and "waiting" not in before
-    told = "waiting: 0.000 GiB may be used, rollout of iteration 2 takes 0.000 GiB\n"
+    told = "waiting: 0.000 GiB may be used before rollout of iteration 2; an iteration takes 0.000 GiB\n"
     assert waited.count(told) == 3 and "going on after 130 s" in waited and "iter 3/4" in waited
+
+
+def test_a_probe_that_waits_has_nothing_to_save(quick, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/budget").write_text("0")
+    options = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, group_size=2, max_new_tokens=4, device="cpu")
+    settings = GRPOSettings(**options, out_dir=str(tmp_path / "run"), probe=True, wait_for_memory=0.0)
+    with pytest.raises(SnugError, match="stopped by 0 minutes without memory"):
+        grpo.main(prepare(settings))
 
 
 @pytest.mark.parametrize("signalled", [True, False])
@@ -330,9 +339,7 @@ def test_steps_back_come_to_the_faster_options(quick, monkeypatch):
             now = after
         assert all(v.index(getattr(now, n)) <= v.index(getattr(target, n)) for n, v in steps.items())
     own = replace(start, max_tokens_per_micro_batch=77, logits_chunk_mb=64.0)  # on no ladder
-    assert step_back(dry_run, own, Room(10**9)).max_tokens_per_micro_batch == min(
-        v for v in steps["max_tokens_per_micro_batch"] if v
-    )
+    assert step_back(dry_run, own, Room(10**9)).max_tokens_per_micro_batch == 0
 
 
 def test_an_out_of_memory_holds_when_the_budget_moves():
@@ -340,6 +347,7 @@ def test_an_out_of_memory_holds_when_the_budget_moves():
     limits.lower("max_rollout_batch", 4, "out of memory")
     for asked_for, got in ((0, 4), (2, 2), (8, 4)):
         limits.follow(GRPOSettings(max_rollout_batch=asked_for, max_tokens_per_micro_batch=7))
+        assert limits.halved == {"max_rollout_batch": [asked_for, 4]}  # so that a resumed run knows it
         assert limits.max_rollout_batch == got and limits.max_tokens_per_micro_batch == 7
     assert limits.halved == {"max_rollout_batch": [8, 4]}
 

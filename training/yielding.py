@@ -118,7 +118,10 @@ class Yielding:
         while (room := self.room()) is not None and not room.holds(planned):
             if seconds == 0:
                 training.saver.rescue("a wait for memory")
-            problem = f"{gib(room.device)} may be used, {self.place(name)} takes {gib(need(planned))}"
+            least = gib(need(planned))
+            problem = (
+                f"{gib(room.device)} may be used before {self.place(name)}; an iteration takes {least}"
+            )
             stop = training.noted[-1] if training.noted else None
             if limit is not None and seconds >= MINUTE * limit:
                 stop = f"{limit:g} minutes without memory"

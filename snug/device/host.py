@@ -78,7 +78,7 @@ def left_in_cgroups():
         inner = SYSTEM / root / path[1:]
         for folder in (inner, *inner.parents):
             # From inside a container an outer one is not seen; "max" is no limit.
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, KeyError):
                 stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
                 files = int(stat["active_file"]) + int(stat["inactive_file"])
                 yield int((folder / limit).read_text()) - int((folder / used).read_text()) + files

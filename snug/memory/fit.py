@@ -121,10 +121,10 @@ def step_back(dry_run, now, room: Room):
     slower, faster = {}, {}
     for name, values in ladder(now, kind_planned(now.device), *dry_run.longest).items():
         have, want = getattr(now, name), getattr(target, name)
-        # A value of the user's own counts as slower than all of the ladder.
+        # A value of the user's own is on no ladder: it becomes the faster one at once.
         place = values.index(have) if have in values else len(values)
         if place > values.index(want):
-            faster = {name: values[place - 1]}
+            faster = {name: values[place - 1] if have in values else want}
         else:
             slower[name] = want
     return replace(now, **slower, **faster) if faster else now

@@ -78,7 +78,9 @@ class Limits:
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.reference_batches = reference_batches(settings)
         for name, (_, value) in self.halved.items():
-            setattr(self, name, min(value, getattr(self, name) or value))
+            began = getattr(self, name)
+            self.halved[name] = [began, value]
+            setattr(self, name, min(value, began or value))
 
     def begin_phase(self, phase):
         """Called before each attempt. A budget that moves puts its own function here."""
