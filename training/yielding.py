@@ -105,9 +105,14 @@ class Yielding:
         model.checkpoint_blocks = settings.checkpoint_blocks
         model.activation_offload = settings.activation_offload
         training.limits.follow(settings)
+        reference = training.reference, getattr(settings, "reference", "")
+        teacher = training.teacher, getattr(settings, "teacher_device", "")
+        for frozen, place in (reference, teacher):
+            if place == "host":  # before anything comes from there
+                relocate(frozen, place, device)
         training.optimizer.follow(settings)
-        relocate(training.reference, getattr(settings, "reference", ""), device)
-        relocate(training.teacher, getattr(settings, "teacher_device", ""), device)
+        for frozen, place in (reference, teacher):
+            relocate(frozen, place, device)
         settle()
         empty_cache()
 
