@@ -23,7 +23,15 @@ from runs.checkpoint import checkpoints, iteration_of
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, LogOptions
-from snug.options import SnugError, fields, friendly_errors, make_settings, option, read_settings
+from snug.options import (
+    SnugError,
+    fields,
+    friendly_errors,
+    in_one_line,
+    make_settings,
+    option,
+    read_settings,
+)
 from snug.options.progress import say
 
 OF_BOTH = {"max_iters", "seed", "device", "out_dir", *fields(LogOptions)}
@@ -76,8 +84,9 @@ def main(settings: ForkSettings, given: set[str], folder: str):
 def copy_start(start: Path, branch: Path):
     """Copy a checkpoint and its run's log, if they are not there. Raises SnugError if another run's are."""
     if not (branch / "log.jsonl").exists():
-        shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
-        shutil.copy(start.parent / "log.jsonl", branch)
+        with in_one_line(f"{branch} cannot be written to"):
+            shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
+            shutil.copy(start.parent / "log.jsonl", branch)
     before, there = [
         [record for record in read_log(folder) if record["iter"] < iteration_of(start)]
         for folder in (start.parent, branch)
@@ -90,7 +99,8 @@ def train(branch: Path, options: dict, end: int):
     """Train a branch until `end`, if it is not there. Exits if that fails or is stopped."""
     config = branch / "options.py"
     lines = [f"{name} = {value!r}\n" for name, value in options.items()]
-    config.write_text("".join(lines))
+    with in_one_line(f"{config} cannot be written"):
+        config.write_text("".join(lines))
     if not is_done(branch, end):
         say(f"branch {branch}")
         signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets it too; it saves and ends

@@ -23,31 +23,36 @@ def locked(folder: str | Path):
 
     Raises SnugError if another process has the lock, or if the folder cannot be written to.
     """
-    with in_one_line(f"out_dir={folder} cannot be written to"):
+    problem = f"out_dir={folder} cannot be written to"
+    with in_one_line(problem):
         place = Path(folder).resolve()
         place.mkdir(parents=True, exist_ok=True)
-        file = open(place.with_name(f".{place.name}.lock"), "a+")
+        # Without a buffer, which a full disk would refuse once more when the file is closed.
+        file = open(place.with_name(f".{place.name}.lock"), "ab+", buffering=0)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise SnugError(f"{folder} is in use by {file.read()}; choose another out_dir") from None
+            raise SnugError(
+                f"{folder} is in use by {file.read().decode()}; choose another out_dir"
+            ) from None
         except OSError as error:
             problem = f"{file.name} cannot be locked ({error.strerror}); start no second run here"
             print(f"warning: {problem}", file=sys.stderr)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with in_one_line(problem):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 
 def move_aside(folder: Path) -> Path:
     """Rename the folder, with the earlier run in it, and make a new one of its name -> the earlier run's folder.
 
-    The new name is the first of <name>.1, <name>.2, ... that is free.
+    The new name is the first of <name>.1, <name>.2, ... that is free. Raises SnugError.
     """
     names = (folder.with_name(f"{folder.name}.{n}") for n in count(1))
-    moved = folder.rename(next(path for path in names if not path.exists()))
-    folder.mkdir()
+    with in_one_line(f"the earlier run in {folder} cannot be moved aside; choose another out_dir"):
+        moved = folder.rename(next(path for path in names if not path.exists()))
+        folder.mkdir()
     return moved

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +33,17 @@ CHATML = (
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait for one another crawl
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: rounding depends on it
+
+
+@contextmanager
+def disk(room):
+    """Inside, no file takes more bytes than this, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):

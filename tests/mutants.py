@@ -211,7 +211,7 @@ MUTANTS = [
     ("NF4: a base in 4 bits is merged into plain weights", "runs/loading.py", "    if settings.base_dtype:\n        hold_in_nf4", "    if False:\n        hold_in_nf4", "test_nf4.py"),
     # runs/lock.py
     ("two runs in one folder", "runs/lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "test_lock.py"),
-    ("a lock names earlier holders too", "runs/lock.py", "        file.truncate(0)\n", "", "test_lock.py"),
+    ("a lock names earlier holders too", "runs/lock.py", "            file.truncate(0)\n", "", "test_lock.py"),
     ("the second earlier run onto the first", "runs/lock.py", "next(path for path in names if not path.exists())", "next(names)", "test_lock.py"),
     # runs/log.py
     ("report: memory of iterations that are repeated", "runs/log.py", 'if record["iter"] < start]', "]", "test_log.py"),

@@ -8,15 +8,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import figures
+from conftest import disk, figures
 from test_grpo import tiny
 
 import grpo
 import train_sft
-from runs import fork
+from runs import export, fork
 from runs.log import read_log
 from runs.prepare import prepare
-from settings import GRPOSettings
+from settings import ExportSettings, GRPOSettings
 from snug.options import SnugError, read_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,6 +126,20 @@ def test_what_cannot_be_is_refused_before_anything_is_written(made, words, said,
     with pytest.raises(SnugError, match=said.replace("?", r"\?")) as error:
         branches(made, *words.split(), f"--out_dir={tmp_path}/x")
     assert "\n" not in str(error.value) and not (tmp_path / "x").exists()
+
+
+def test_branches_and_exports_on_a_full_disk_are_one_line(tmp_path, capsys, made):
+    words = "--at=2", "--seeds=1", f"--out_dir={tmp_path}/x"
+    with pytest.raises(SnugError, match="x/same-seed3 cannot be written to .*File too large") as error, disk(0):
+        branches(made, *words)
+    assert "\n" not in str(error.value)
+    with pytest.raises(SnugError, match="options.py cannot be written .*File too large"):
+        shutil.copytree(made, tmp_path / "x/same-seed3", dirs_exist_ok=True)
+        with disk(0):
+            branches(made, *words)
+    with pytest.raises(SnugError, match="export: cannot be written .*File too large"), disk(0):
+        export.main(ExportSettings(to=str(tmp_path / "export")), str(made))
+    assert not (tmp_path / "export").exists()
 
 
 def test_ctrl_c_lets_the_branch_save_first(made, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_notebook import SMALL
+from conftest import disk
+from test_notebook import PROMPTS, SMALL
 
 import grpo
 from runs.checkpoint import newest
@@ -57,6 +58,24 @@ def test_the_lock_goes_with_the_name_of_the_folder_and_names_its_last_holder_alo
         assert move_aside(folder) == tmp_path / "run.2"
     with locked(folder):
         pass
+
+
+@pytest.mark.parametrize("room", [0, 100])
+def test_a_disk_that_is_full_before_the_first_iteration_is_one_line(tmp_path, capsys, room):
+    """Without room the lock fails, and with a little settings.json."""
+    options = SMALL | dict(max_iters=1, eval_prompts=0, out_dir=str(tmp_path / "run"))
+    for prompts, what in ((None, f"out_dir={tmp_path}/run cannot be written to"), (PROMPTS, "jsonl cannot be written")):
+        with pytest.raises(SnugError, match=what + " .OSError: .* File too large") as error, disk(room):
+            grpo.train(prompts=prompts, **options)
+        assert "\n" not in str(error.value)
+    assert grpo.train(**options).finished
+
+
+def test_an_earlier_run_that_cannot_be_moved_is_named(tmp_path, monkeypatch):
+    """A folder that is a disk of its own has no other name."""
+    monkeypatch.setattr(Path, "rename", lambda *paths: os.rmdir("/"))
+    with pytest.raises(SnugError, match=f"the earlier run in {tmp_path} cannot be moved aside; choose another out_dir"):
+        move_aside(tmp_path)
 
 
 def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, capsys):
