@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from conftest import HOME, figures
@@ -14,6 +16,7 @@ from conftest import HOME, figures
 import grpo
 import train_sft
 from runs.checkpoint import newest
+from runs.log import read_log
 from snug.options import SnugError
 from training.notebook import write_prompts
 
@@ -116,6 +119,45 @@ def test_options_beside_prompts_are_taken(tmp_path, capsys):
     run.evaluate(num_prompts=9, samples_file=str(tmp_path / "samples.jsonl"))
     [summary, *samples] = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert {sample["prompt"] for sample in samples} == {"a"}
+
+
+def test_a_run_in_another_thread_trains_and_its_late_function_is_stopped(tmp_path, capsys):
+    """As a notebook's button starts it: Python lets the main thread alone have signals and alarms."""
+    ended = []
+
+    def hanging(completions, trainer_state, **columns):
+        while trainer_state.global_step == 1:
+            time.sleep(0.01)
+        return [float(len(text)) for text in completions]
+
+    def train(**options):
+        try:
+            grpo.train(reward_funcs=[hanging], reward_timeout=0.3, **SMALL | options)
+        except BaseException as error:
+            ended.append(error)
+
+    for options in (dict(max_iters=1), dict(max_iters=3)):
+        place = tmp_path / str(options["max_iters"])
+        thread = Thread(target=train, kwargs=options | dict(out_dir=str(place), eval_prompts=0))
+        thread.start()
+        thread.join(60)
+        assert len(read_log(place)) == 1
+    [error] = ended
+    assert str(error) == "reward function hanging took longer than reward_timeout=0.3 seconds"
+    assert newest(place).name == "checkpoint-000001"
+
+
+def test_a_finished_run_that_is_resumed_says_that_it_did_nothing(tmp_path, capsys):
+    run = train_sft.train(out_dir=str(tmp_path / "run"), max_iters=2, n_layer=1, n_embd=16, eval_prompts=0)
+    assert "nothing to do" not in capsys.readouterr().out
+    before = weights(run.folder)
+    for end in (2, 1):
+        train_sft.train(resume=run.folder, max_iters=end)
+        out = capsys.readouterr().out
+        assert out.count("nothing to do: all 2 iterations are done; a larger --max_iters goes on\n") == 1
+        assert weights(run.folder) == before and len(read_log(run.folder)) == 2
+    train_sft.train(resume=run.folder, max_iters=3)
+    assert "nothing to do" not in capsys.readouterr().out
 
 
 def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):

@@ -8,6 +8,7 @@ import signal
 from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import numpy as np
 import torch
@@ -128,6 +129,8 @@ def train(prepared, title, rehearse, own, device, processes):
             log.to_file(meter.line("after init"))
             if settings.probe:
                 return probe(rehearse.iterate, training)
+            if start >= settings.max_iters:
+                log.say(f"nothing to do: all {start} iterations are done; a larger --max_iters goes on")
             finished = iterations(rehearse.iterate, training)
             if not processes.rank:
                 for line in ending(title, settings, bool(prepared.reward_funcs), not finished):
@@ -224,8 +227,14 @@ def iterations(iterate, training):
 
 @contextmanager
 def noting_signals():
-    """Inside, the names of SIGTERM and the first Ctrl-C only go into the list; a second Ctrl-C interrupts at once."""
+    """Inside, the names of SIGTERM and the first Ctrl-C only go into the list; a second Ctrl-C interrupts at once.
+
+    Python tells the main thread alone of signals. In another one, as of a notebook's button, the list stays empty.
+    """
     noted = []
+    if current_thread() is not main_thread():
+        yield noted
+        return
 
     def note(number, frame):
         noted.append(signal.Signals(number).name)

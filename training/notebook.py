@@ -69,8 +69,9 @@ def write_prompts(prompts: list[dict], out_dir: str) -> str:
     with in_one_line("prompts must be a list of dicts that JSON can hold"):
         text = "".join(json.dumps(dict(row)) + "\n" for row in prompts)
     file = Path(f"{out_dir}.prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text)
+    with in_one_line(f"{file} cannot be written"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
     return str(file)
 
 
