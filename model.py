@@ -64,16 +64,18 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2)
         q, k, v = qkv.split(self.heads, 1)  # (B, heads, T, D)
+        decodes = cache is not None and cache.prefill_slots is None
         if self.q_norm is not None:
             q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
+        elif rotary is not None and not decodes:
+            q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place: attention keeps no copies
+            rotary = None
         if self.config.query_scale != 1:
             q = q * self.config.query_scale
-        if cache is not None and cache.prefill_slots is None:
+        if decodes:
             y = cache.attend(self.layer, q, k, v, rotary)
         else:
-            if rotary is not None and self.q_norm is None and self.config.query_scale == 1:
-                q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place: attention keeps no copies
-            elif rotary is not None:
+            if rotary is not None:
                 q, k = (Rotary.apply(x, *rotary, x.shape[1:2])[0] for x in (q, k))
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)

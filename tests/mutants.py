@@ -436,6 +436,8 @@ MUTANTS = [
     ("families: YaRN's ramp ends a pair early", "snug/kernels/rotary.py", "math.ceil(place(", "math.floor(place(", "test_families.py"),
     ("families: attention_factor is left out", "snug/kernels/rotary.py", "angle.cos() * config.rope_attention_factor", "angle.cos()", "test_families.py"),
     ("families: norms around 0 multiply by the weight", "snug/kernels/layers.py", "weight = 1 + weight.to(", "weight = weight.to(", "test_families.py"),
+    ("families: keys alone turn beside scaled queries", "model.py", "q, k = (Rotary.apply(x, *rotary, x.shape[1:2])[0] for x in (q, k))", "k = Rotary.apply(k, *rotary, k.shape[1:2])[0]", "test_families.py"),
+    ("families: scaled queries turn apart from keys", "model.py", "            rotary = None\n", "", "test_families.py"),
     ("families: a norm behind the sum", "model.py", "return x + post_norm(half(y, None, *context))", "return post_norm(x + half(y, None, *context))", "test_families.py"),
     ("families: gelu's slope", "snug/kernels/gated.py", "(1 + 3 * CUBIC * gate * gate)", "(1 + CUBIC * gate * gate)", "test_layer_kernels.py"),
     ("families: a GGUF file's norms as they are", "snug/pretrained/gguf.py", "piece = piece - 1", "piece = piece", "test_from_gguf.py"),

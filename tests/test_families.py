@@ -23,6 +23,7 @@ from sample import generate_naive, sample_groups
 from settings import GRPOSettings
 from snug import lora
 from snug.decoding import drafts
+from snug.kernels.rotary import rotary_table
 from snug.memory.plan import MIB, plan
 from snug.pretrained.adapters import find_base, save_adapters
 from snug.pretrained.shapes import family_of, read_shape
@@ -260,6 +261,114 @@ ALONE = [
     dict(mlp="geglu"),
     dict(rope_type="yarn", rope_factor=4.0, rope_original_block_size=8, rope_attention_factor=1.2),
 ]
+MORE = [
+    dict(n_kv_head=2),
+    dict(head_size=12),
+    dict(n_hidden=40),
+    dict(norm="rmsnorm"),
+    dict(norm_eps=0.1),
+    dict(pre_norm=False),
+    dict(rope_theta=100.0),
+    dict(rope_factor=4.0),
+    dict(rope_type="llama3", rope_factor=4.0, rope_original_block_size=8, rope_low_freq_factor=0.5),
+    dict(rope_type="yarn", rope_factor=4.0, rope_original_block_size=16, rope_high_freq_factor=8.0),
+    dict(rope_type="longrope", rope_short_factor=(1.0, 1.5, 2.5, 4.0), rope_long_factor=(1.0,) * 4),
+    dict(mlp="swiglu"),
+    dict(bias=True),
+    dict(qkv_bias=True),
+    dict(proj_bias=True),
+    dict(qk_norm=True),
+    dict(tie_embeddings=False),
+]
+
+
+def plain_norm(norm, x, c):
+    if c.norm == "layernorm":
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, c.norm_eps)
+    return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * (norm.weight + int(c.zero_centered_norm))
+
+
+def plain_turn(x, cos, sin):
+    """x (T, heads, D): pairs of the first numbers as complex ones; cos, sin (T, rotary size)."""
+    half = cos.shape[1] // 2
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None, :half]
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
+
+
+def plain_attention(attention, x, c, layer):
+    T, D, group = len(x), c.head_size, c.n_head // c.n_kv_head
+    qkv = F.linear(x, attention.qkv.weight, attention.qkv.bias).split([c.n_head * D, *[c.n_kv_head * D] * 2], 1)
+    q, k, v = qkv
+    if c.qk_norm:
+        size = -1 if c.qk_norm_joint else D
+        norms = zip((attention.q_norm, attention.k_norm), (q, k), strict=True)
+        q, k = (plain_norm(norm, y.view(T, *([size] if size < 0 else [-1, D])), c) for norm, y in norms)
+    q, k, v = (y.reshape(T, -1, D) for y in (q, k, v))
+    if c.position == "rotary" and (not c.nope_every or (layer + 1) % c.nope_every):
+        table = [angles.double() for angles in rotary_table(c, T, "cpu", c.rope(layer))]
+        q, k = (plain_turn(y, *table) for y in (q, k))
+    back = torch.arange(T)[:, None] - torch.arange(T)
+    seen = back >= 0
+    if c.sliding_window and not (c.full_every and (layer + 1) % c.full_every == 0):
+        seen &= back < c.sliding_window
+    scores = torch.einsum("thd,shd->hts", q * c.query_scale, k.repeat_interleave(group, 1)) / D**0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    y = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1)).reshape(T, -1)
+    return F.linear(y, attention.proj.weight, attention.proj.bias)
+
+
+def plain_mlp(mlp, x, c):
+    y = F.linear(x, mlp.up.weight, mlp.up.bias)
+    if c.mlp == "gelu":
+        y = F.gelu(y, approximate="tanh")
+    else:
+        gate, y = y.chunk(2, 1)
+        y = y * (F.silu(gate) if c.mlp == "swiglu" else F.gelu(gate, approximate="tanh"))
+    return F.linear(y, mlp.down.weight, mlp.down.bias)
+
+
+def plain_forward(model, tokens):
+    """tokens (T,) -> hidden (T, C): what snug/shape.py says, dense, nothing in place."""
+    c = model.config
+    x = model.embedding.weight[tokens] * c.embedding_scale
+    if c.position == "learned":
+        x = x + model.position.weight[: len(tokens)]
+    for layer, block in enumerate(model.blocks):
+        y = plain_attention(block.attention, plain_norm(block.norm_1, x, c) if c.pre_norm else x, c, layer)
+        x = x + (plain_norm(block.post_norm_1, y, c) if c.post_norm else y)
+        y = plain_mlp(block.mlp, plain_norm(block.norm_2, x, c) if c.pre_norm else x, c)
+        x = x + (plain_norm(block.post_norm_2, y, c) if c.post_norm else y)
+    return plain_norm(model.norm, x, c)
+
+
+@pytest.mark.parametrize("changes", [*ALONE, *MORE], ids=lambda changes: " ".join(changes))
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_a_property_alone_trains(position, changes):
+    """With each kind of positions: states and every weight's gradient are the plain ones, and the sampler samples."""
+    if "zero_centered_norm" in changes or "qk_norm_joint" in changes:
+        changes = dict(changes, norm="rmsnorm")
+    model = make_flat_model("gpt2", **dict(dtype=torch.float64, bias=False, position=position, block_size=48) | changes)
+    tokens = torch.randint(16, (20,), generator=torch.Generator().manual_seed(2))
+    drawn = torch.randn(20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    states = [model(tokens[None])[0], plain_forward(model, tokens)]
+    torch.testing.assert_close(*states, atol=1e-10, rtol=1e-10)
+    grads = []
+    for state in states:
+        model.zero_grad(set_to_none=True)
+        (state * drawn).sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if name != "head.weight"})
+    for name, plain in grads[1].items():
+        assert plain.any(), name
+        torch.testing.assert_close(grads[0][name], plain, atol=1e-10, rtol=1e-10, msg=name)
+    [ids] = sample_groups(model, [[1, 2, 3]], 1, 20, seed=4).completions()
+    assert ids == generate_naive(model, [1, 2, 3], 20, seed=4)[0]
+
+
+def test_each_property_has_been_alone():
+    """What is not here: the vocabulary and the sizes that all tests have."""
+    sizes = {"vocab_size", "n_vocab", "block_size", "n_layer", "n_head", "n_embd", "position"}
+    tried = {name for changes in [*ALONE, *MORE] for name in changes}
+    assert {field.name for field in dataclasses.fields(GPTConfig)} == tried | sizes
 
 
 @pytest.mark.parametrize("changes", ALONE, ids=lambda changes: " ".join(changes))
