@@ -39,7 +39,7 @@ PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-c
 # Of a GPU's kernels, graphs and copies first, then what stands on them.
 TESTS = "flash kernels layer_kernels adamw_kernel kvcache drafts draw replay teacher logprobs sample".split()
 TESTS += "model packed batch episodes nf4 lora grpo optimizer streams loss trajectory".split()
-RESUME = "tests/test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
+RESUME = "tests/test_checkpoint.py::test_a_run_cut_anywhere_resumes_bit_for_bit"
 LEARNING = "learning"  # takes all of the time: runs only with --only=learning, and in dry runs
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 
@@ -73,11 +73,15 @@ def cuda_steps(dry_run, scratch):
     learning += ["--seconds=500"]
     shapes = [f"--shapes={'tiny' if dry_run else 'cuda'}"]
     sanitizer = {} if dry_run and common.DEVICE == "cpu" else {"TORCH_CUDA_SANITIZER": "1"}
-    steps = [
-        ("tests", pytest, 240, {}),
-        ("gpu", ["bench/gpu.py", *shapes], 200, {}),
+    steps = [  # the first seven take 480 s at most
+        ("main", ["bench/job.py", *shapes], 110, {}),
+        ("tests", pytest, 130, {}),
+        ("iteration", ["bench/memory.py", "--only=1.5B", *shapes], 60, {}),
+        ("decode", ["bench/gpu.py", "--only=decode", *shapes], 45, {}),
+        ("nf4", ["bench/gpu.py", "--only=nf4,nf4_decode", *shapes], 45, {}),
+        ("train", ["bench/gpu.py", "--only=attention,ceilings,train,optimizer,mismatch", *shapes], 65, {}),
+        ("visit", ["bench/logprobs.py", "--only=loss", *shapes], 25, {}),
         ("sampling", ["bench/sampling.py", "--rounds=2", *shapes], 130, {}),
-        ("iteration", ["bench/memory.py", "--only=1.5B", *shapes], 80, {}),
         ("logprobs", ["bench/logprobs.py", *shapes], 120, {}),
         ("memory", ["bench/memory.py", "--only=tiny,GPT-2,0.5B", *shapes], 90, {}),
         ("sft", ["bench/sft.py", "--rounds=3", *shapes], 40, {}),
@@ -112,6 +116,7 @@ def run_steps(steps, summary, folder, seconds):
     """Run the steps, within `seconds` for all of them, and write the summary after each."""
     end, log, results = time.monotonic() + seconds, folder / "log.txt", folder / "results.jsonl"
     environment = {"BENCH_RESULTS": str(results), "PYTHONUNBUFFERED": "1"}
+    environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as runs have it; benches import torch earlier
     environment |= {"OMP_NUM_THREADS": "1"} if summary["shapes"] == "tiny" and common.DEVICE == "cpu" else {}
     for name, words, limit, extra in steps:
         started, limit = time.monotonic(), min(limit, end - time.monotonic())

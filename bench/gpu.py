@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from common import DEVICE, begin, clocked, copy_bandwidth, end, going_on, parser, result, synchronize
-from shapes import QWEN, QWEN_15B
+from shapes import QWEN, QWEN_7B, QWEN_15B
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -53,6 +53,7 @@ SIZES = {
         copy=2**30, product=8192, rows=(16, 64, 128), cache=2**28,  # bytes of weights that no cache holds
         matrices=[(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)],
         prompts=(4, 256), decode=[(64, 256), (64, 1024), (16, 1024), (256, 512)],  # rows, longest completion
+        large=QWEN_7B | dict(block_size=4096), large_decode=[(16, 512)],
         train=[(1, 1, 1024), (2, 8, 200), (8, 8, 200)],  # prompts, completions of each, their length
         sampled=(8, 200),  # completions a prompt, their length
         tuned=[[(256, [200] * 8)] * 4, [(256, [1024] * 8)]],
@@ -65,6 +66,8 @@ SIZES = {
         copy=2**16, product=64, rows=(2,), cache=2**12,
         matrices=[(32, 64)],
         prompts=(2, 6), decode=[(8, 32)],
+        large=QWEN | dict(vocab_size=160, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128, block_size=64),
+        large_decode=[(8, 32)],
         train=[(1, 2, 6)],
         sampled=(2, 6),
         tuned=[[(7, [5, 3])]],
@@ -201,11 +204,39 @@ def dequantized(x, weight):
 
 @torch.inference_mode()
 def decode(sizes):
-    model, (P, T) = random_model(sizes), sizes["prompts"]
-    c, weights = model.config, sum(p.nbytes for p in model.parameters())
+    model = random_model(sizes)
+    decode_steps("decode", model, sizes, sizes["decode"], sum(p.nbytes for p in model.parameters()))
+
+
+@torch.inference_mode()
+def nf4_decode(sizes):
+    """A step of 7B in NF4: q, k and v, and gate and up, are matrices of their own, as in a folder."""
+    torch.manual_seed(0)
+    model = make_model(sizes["large"], DEVICE, "bfloat16", base_dtype="nf4")
+    c, bytes_ = model.config, 2 * model.lm_head_weight.numel()
+    kv = c.n_kv_head * c.head_size
+    for block in model.blocks:
+        for layer, sizes_of in (
+            (block.attention.qkv, [c.n_head * c.head_size, kv, kv]),
+            (block.mlp.up, [c.n_hidden] * 2),
+        ):
+            whole = layer.weight.dequantized(torch.bfloat16)
+            layer.weight.parts, start = {}, 0
+            for rows in sizes_of:
+                layer.weight.copy_(whole[start : start + rows], start)
+                start += rows
+        matrices = block.attention.qkv, block.attention.proj, block.mlp.up, block.mlp.down
+        bytes_ += sum(part.codes.nbytes + part.scales.nbytes for m in matrices for part in m.weight.parts.values())
+    decode_steps("NF4 decode", model, sizes, sizes["large_decode"], bytes_)
+
+
+def decode_steps(what, model, sizes, cases, weights):
+    """weights: bytes that a step reads."""
+    c, (P, T) = model.config, sizes["prompts"]
     copy = copy_bandwidth(sizes["copy"])
-    for rows, longest in sizes["decode"]:
-        batch = DecodeBatch(model, random_prompts(sizes), rows // P, longest, rows, cuda_graphs=CUDA)
+    for rows, longest in cases:
+        prompts = torch.randint(c.vocab_size, sizes["prompts"]).tolist()
+        batch = DecodeBatch(model, prompts, rows // P, longest, rows, cuda_graphs=CUDA)
         batch.u.uniform_()
         batch.refill()
         _, first = clocked(batch.step)
@@ -214,9 +245,10 @@ def decode(sizes):
         us = microseconds(batch.step, 10)
         cached = 4 * c.n_layer * c.n_kv_head * c.head_size * (P * T + rows * longest // 2)
         details = dict(tokens_per_s=rows / us * 1e6, floor=f"{100 * (weights + cached) / copy / us * 1e6:.0f} %")
-        result(f"decode {rows} x {longest}: a step", us / 1e3, "ms", **details, graph=batch.recorder.graph is not None)
-        result(f"decode {rows} x {longest}: the first step, with a recording", 1e3 * first, "ms")
-    print_kernels(f"decode {rows} x {longest}", batch.step)
+        details |= dict(tb_per_s=(weights + cached) / us / 1e6, graph=batch.recorder.graph is not None)
+        result(f"{what} {rows} x {longest}: a step", us / 1e3, "ms", **details)
+        result(f"{what} {rows} x {longest}: the first step, with a recording", 1e3 * first, "ms")
+    print_kernels(f"{what} {rows} x {longest}", batch.step)
 
 
 def train(sizes):
@@ -312,7 +344,7 @@ def attention_speed(name, function, qkv, packed, flop):
     result(f"{name}: forward", flop / forward / 1e6, "TFLOP/s", backward=2.5 * flop / backward / 1e6)
 
 
-SECTIONS = (attention, ceilings, nf4, decode, train, optimizer, mismatch, tune)
+SECTIONS = (attention, ceilings, nf4, decode, nf4_decode, train, optimizer, mismatch, tune)
 
 
 def main(arguments):

@@ -1,7 +1,7 @@
 """bench/all.py without a GPU: limits, results of a bench that was stopped, a dry run. bench/iteration.py: what it compares."""
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -140,6 +140,22 @@ def test_every_test_of_a_kernel_runs_on_a_gpu(bench):
     driver = importlib.import_module("all")
     assert len(needed) > 7 and needed <= set(driver.TESTS)
     assert all((HOME / f"tests/test_{name}.py").exists() for name in driver.TESTS)
+    file, _, name = driver.RESUME.partition("::")
+    assert f"\ndef {name}(" in (HOME / file).read_text()
+
+
+def test_what_matters_most_on_a_gpu_comes_first_and_takes_eight_minutes(bench, tmp_path):
+    steps = importlib.import_module("all").make_steps("cuda", False, tmp_path)
+    first = ["main", "tests", "iteration", "decode", "nf4", "train", "visit"]
+    assert [step[0] for step in steps[:7]] == first and sum(step[2] for step in steps[:7]) <= 480
+
+
+def test_the_main_jobs_bench_names_the_figures_that_differ(bench):
+    job = importlib.import_module("job")
+    log = [dict(iter=0, loss=0.5, grad_norm=1.0), dict(iter=1, loss=0.25, reward_mean=1.0)]
+    assert job.different(log, [dict(row) for row in log]) == []
+    other = [log[0] | dict(grad_norm=2.0), log[1] | dict(loss=0.5, time_s=9)]
+    assert job.different(log, other) == ["0.grad_norm", "1.loss"]
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
@@ -211,7 +227,8 @@ SMALLEST = {
     "sizing": "--shapes=tiny --only=1",
     "steady": "--iterations=10",
 }
-AIMS = dict(logprobs=4, sampling=5, iteration=2, memory=11, sanitizer=4, gpu=9)
+# The aims of a step in a dry run.
+AIMS = dict(main=1, iteration=2, decode=0, nf4=1, train=8, visit=1, sampling=5, logprobs=4, memory=11, sanitizer=4)
 # What benches replace in their own process: put back, because here it is this one.
 REPLACED = [
     "sample.uniforms",
@@ -292,7 +309,7 @@ def functions():
 
 def test_every_bench_is_here():
     programs = {path.stem for path in HOME.glob("bench/*.py")} - {"common", "shapes", "hungry"}  # hungry needs root
-    assert programs == SMALLEST.keys() | {"logprobs", "sampling", "iteration", "gpu", "memory"}
+    assert programs == SMALLEST.keys() | {"logprobs", "sampling", "iteration", "gpu", "memory", "job"}
 
 
 @pytest.mark.parametrize("name", SMALLEST)
@@ -310,7 +327,7 @@ def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkey
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "gpu"])
+@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "decode", "nf4", "train", "visit"])
 def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     """A command of make bench-gpu, with tiny shapes: imports, options, every aim, and the device set up as in a run."""
     driver, devices = importlib.import_module("all"), []
@@ -322,7 +339,7 @@ def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     monkeypatch.setattr(driver.common, "pick_device", lambda name: devices.append(name) or pick_device(name))
     runpy.run_path(str(HOME / words[0]), run_name="__main__")
     results = driver.results_of(name, path)
-    assert results and sum("aim" in row for row in results) == AIMS.get(name, 0) and driver.common.DEVICE in devices
+    assert results and sum("aim" in row for row in results) == AIMS[name] and driver.common.DEVICE in devices
 
 
 def test_bench_gpu_gives_the_product_no_more_rows_than_it_takes(bench):
@@ -331,12 +348,14 @@ def test_bench_gpu_gives_the_product_no_more_rows_than_it_takes(bench):
 
 @pytest.mark.long
 def test_every_bench_runs(tmp_path):
-    command = [sys.executable, "bench/all.py", "--dry-run", f"--folder={tmp_path}/here"]
-    output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=900).stdout
-    steps, names = summary(tmp_path), ["tests", "learning", "sft", "phases", *AIMS]
-    assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(names, "ok"), output
+    command = [sys.executable, "bench/all.py", "--dry-run", "--seconds=1500", f"--folder={tmp_path}/here"]
+    output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=1800).stdout
+    aims_of = AIMS | dict(tests=0, learning=0, sft=0, phases=int(bool(importlib.util.find_spec("trl"))))
+    steps = summary(tmp_path)
+    assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(aims_of, "ok"), output
     aims = {(name, row["name"]) for name, step in steps.items() for row in step["results"] if "aim" in row}
-    assert len(aims) == sum(AIMS.values()) and "collected" in output
+    assert len(aims) == sum(aims_of.values())
+    assert int(re.search(r"(\d+)/\d+ tests collected", output)[1]) >= 800
     runs = "sft_countdown", "grpo_countdown_dapo", "more_sft_countdown"
     assert {row["name"] for row in steps["learning"]["results"]} == {f"{run}_1: held-out pass@1" for run in runs}
 
