@@ -222,6 +222,10 @@ MUTANTS = [
     ("report: the last iteration's completions are thinned out", "runs/page/runs.py", ' or s["iter"] == last]', "]", "test_report.py"),
     ("report: options of the model's shape", "runs/page/runs.py", "hidden |= fields(ModelOptions).keys()", "pass", "test_report.py"),
     # runs/page/write.py
+    ("report: names of metrics turn the order of the page", "runs/page/write.py", "plain(name): shown(item)", "name: shown(item)", "test_report.py"),
+    ("report: tokens turn the order of the page", "runs/page/write.py", "return list(map(shown, value))", "return value", "test_report.py"),
+    ("report: folders turn the order of the page", "runs/page/write.py", " or isinstance(value, Path)", "", "test_report.py"),
+    ("report: the page's own cells turn its order", "runs/page/write.py", ", finalize=shown", "", "test_report.py"),
     ("report: a completion ends the script", "runs/page/write.py", '.replace("<", "\\\\u003c")', "", "test_report.py"),
     # runs/prepare.py
     ("teacher: another tokenizer passes", "runs/prepare.py", "if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():", "if False:", "test_teacher.py"),
@@ -509,6 +513,8 @@ MUTANTS = [
     ("an answer names no option", "snug/options/other_names.toml", "evaluate.py takes --num_samples", "evaluate.py takes --num_sample", "test_settings.py"),
     # snug/options/__init__.py
     ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_commands.py"),
+    ("joiners of emoji are shown as codes", "snug/options/__init__.py", "\\u200b\\u200e", "\\u200b-\\u200e", "test_report.py"),
+    ("isolates turn the order of a terminal", "snug/options/__init__.py", "\\u2060-\\u206f", "\\u2060-\\u2065", "test_log.py test_report.py"),
     ("a panic of a library is a traceback", "snug/options/__init__.py", 'is_panic = type(error).__name__ == "PanicException"', "is_panic = False", "test_tokenizer.py"),
     ("an error commands the terminal", "snug/options/__init__.py", "return plain(", "return (", "test_log.py"),
     # snug/options/progress.py

@@ -11,9 +11,9 @@ import report
 from runs.page import runs as page_runs
 from runs.page.charts import charts_of
 from runs.page.runs import read_run, read_runs
-from runs.page.write import island, tiles
+from runs.page.write import island, shown, tiles
 from settings import GRPOSettings, SFTSettings
-from snug.options import SnugError
+from snug.options import HIDDEN, SnugError
 
 PHASES = [phase for phase in page_runs.PHASES if phase != "teacher"]
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
@@ -174,11 +174,32 @@ def test_the_table_and_the_tiles():
 def test_a_completion_ends_no_script_and_the_page_needs_no_network():
     samples = make_samples(2, texts=HOSTILE)
     text = page_of([make_run(Path("<script>alert(1)<script>"), samples=samples)]).read_text()
-    assert island_of(text)["rollouts"][0]["samples"] == samples and "window.hacked" in text
+    assert island_of(text)["rollouts"][0]["samples"] == shown(samples) and "window.hacked" in text
     assert not any(tag in text for tag in ("<script>window", "<img", "<script>alert", "<script src"))
     top = text.partition("<style>")[0]
     assert "default-src 'none'" in top and not re.search(r"(src|href)=.?(https?:|//)", top)
-    assert json.loads(island({"x": "<\u2028"})) == {"x": "<\u2028"} and "<" not in island("<!--<script>")
+    assert json.loads(island({"x": "<é"})) == {"x": "<é"} and "<" not in island("<!--<script>")
+
+
+def test_no_text_of_a_page_turns_its_order_or_hides():
+    """In a completion, its tokens, columns and figures, in the names of folders, models and metrics; emoji stay whole."""
+    sly, seen = "a\u202eb\u2028c\u2066\u200f\x1b\ufeff", r"a\u202eb\u2028c\u2066\u200f\x1b\ufeff"
+    family = "👩\u200d👧 \n\t می\u200cخواهم \u3000"
+    samples = make_samples(2, texts=[sly, family])
+    for sample in samples:
+        sample |= {"columns": {sly: [sly]}, "rewards": {sly: 1.0}}
+    folder = make_run(Path("a\u202e"), samples=samples, init_from=f"m/{sly}")
+    runs = read_runs([folder])
+    runs[0].records[0][f"metric/{sly}"] = 7.0
+    text = report.make_page(runs).read_text()
+    top, _, rest = text.partition("<style>")
+    body = rest.partition("</style>")[2].partition('<script type="application/json"')[0]
+    for part in (top, body, json.dumps(island_of(text), ensure_ascii=False)):
+        assert not HIDDEN.search(part) and r"\u202e" in part
+    sample = island_of(text)["rollouts"][0]["samples"][0]
+    assert sample["tokens"][:2] == [seen, family] and sample["columns"] == {seen: [seen]}
+    titles = [chart["title"] for chart in island_of(text)["charts"]]
+    assert sample["rewards"] == {seen: 1.0} and f"m/{seen}" in body and any(seen in title for title in titles)
 
 
 def test_runs_that_are_not_finished_or_empty():

@@ -1,7 +1,8 @@
 """The page: one file that works from a disk, without network.
 
 The charts and the completions are one JSON island. A completion is untrusted text: the island escapes `<`, the scripts
-show completions as text only, and the page's policy runs no other script.
+show completions as text only, and the page's policy runs no other script. Characters that would turn the order of a
+line, or hide, are text too (`plain`).
 """
 
 import json
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from runs.log import change, read_lines, write_whole
 from runs.page.charts import PALETTE, charts_of
 from runs.page.runs import Run, logged, options_of
-from snug.options import in_one_line
+from snug.options import in_one_line, plain
 
 HERE = Path(__file__).parent
 MOST_PAIRS = 2000  # of an evaluation of two models, in a page
@@ -30,7 +31,8 @@ def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
     from plotly.offline import get_plotlyjs
 
     loader = jinja2.FileSystemLoader(HERE)
-    template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    options = dict(autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown)
+    template = jinja2.Environment(loader=loader, **options)
     charts = charts_of(runs)
     rollouts = [
         dict(run=str(run.folder), samples=run.samples, every=run.every) for run in runs if run.samples
@@ -61,7 +63,16 @@ def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
 
 def island(data) -> str:
     """JSON inside <script>. No text in it can end the element."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(shown(data), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def shown(value):
+    """A value with its texts `plain`; Markup is ours."""
+    if isinstance(value, dict):
+        return {plain(name): shown(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return list(map(shown, value))
+    return plain(str(value)) if type(value) is str or isinstance(value, Path) else value
 
 
 def tiles(run: Run) -> dict[str, str]:

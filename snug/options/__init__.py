@@ -46,12 +46,20 @@ class SnugError(Exception):
     """
 
 
+# Codes of terminals; what turns the order of text or breaks its lines, and what nobody sees. Without the joiners U+200C
+# and U+200D, which scripts and emoji need.
+HIDDEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\U000e0000-\U000e007f]"
+)
+
+
 def plain(text: str) -> str:
-    """The text as a terminal may get it: codes that could change its title or clipboard are text, such as \\x1b.
+    """The text as a terminal or a page may get it: HIDDEN characters are text, such as \\x1b or \\u202e.
 
     For what a model, a file or a user's function may have written.
     """
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    return HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def told(error: SnugError) -> str:
