@@ -177,7 +177,6 @@ def sample_and_score(iteration, turn, training):
             )
 
     rollouts, episodes = training.run("rollout", sample)
-    training.limits.begin_phase("reward")
     with training.meter.phase("reward"):
         return score_together(training.processes, score, rollouts, episodes, prepared)
 

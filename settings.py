@@ -178,11 +178,8 @@ class MemoryOptions:
     grad_offload: bool = option(False, "accumulate gradients on the host")
     memory_budget_gb: str = option(
         "",
-        "GiB for the run, or auto: all that is free, asked before each phase; takes the fastest options that fit and "
-        "keep results. A file budget in out_dir holds instead (docs/memory.md)",
-    )
-    wait_for_memory: float | None = option(
-        None, "minutes to wait if no options fit the budget; then the run stops, saved; none: no end"
+        "GiB for the run, or auto: all that is free; takes the fastest options that fit and keep results "
+        "(docs/memory.md)",
     )
     plan: bool = option(False, "print the memory that an iteration needs, and stop; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)

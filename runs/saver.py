@@ -57,11 +57,6 @@ class Saver:
         # Absolute: a tool or a reward function may change the working folder.
         self.folder, self.constants = Path(settings.out_dir).absolute(), constants
         self.saved = start  # iterations done by the newest checkpoint
-        self.before = (
-            0,
-            {},
-            0,
-        )  # of the block inside `keeping`: iterations done, progress, optimizer steps
         self.scores = {}  # iterations done -> score, None without an evaluation
         if self.processes.rank == 0:
             self.scores = {
@@ -146,32 +141,25 @@ class Saver:
     @contextmanager
     def keeping(self, iteration: int, progress: dict) -> Iterator[None]:
         """If the block fails before its optimizer step, save the state from before it, with this `progress`."""
-        outside = self.before
-        progress = progress | {"generators": generator_state(), "settings": dict(vars(self.settings))}
-        self.before = iteration, progress, self.optimizer.steps
+        progress = progress | {"generators": generator_state()}
+        steps = self.optimizer.steps
         try:
             yield
         except UnsafeState:
             raise
         except Exception:
-            self.rescue("the error below")
+            unchanged = iteration > 0 and self.optimizer.steps == steps
+            alone = self.processes.rank == 0 and not self.processes.sharded  # the others may be gone
+            if unchanged and alone:
+                self.rescue(iteration, progress)
             raise
-        finally:
-            self.before = outside
 
-    def rescue(self, what: str):
-        """Inside `keeping`, before an optimizer step: save the state from before the block. what: why it is saved now.
-
-        If that fails, warn: the run has worse to say.
-        """
-        done, progress, steps = self.before
-        alone = self.processes.rank == 0 and not self.processes.sharded  # the others may be gone
-        if not done or self.optimizer.steps != steps or not alone:
-            return
+    def rescue(self, done: int, progress: dict):
+        """Save the state beside an error. If that fails too, warn: the first error is the one to raise."""
         try:
             if self.saved != done:
                 self.write(done, progress, last=True)
-            self.say(f"saved after iteration {done - 1}, before {what}; --resume=auto goes on")
+            self.say(f"saved after iteration {done - 1}, before the error below; --resume=auto goes on")
         except Exception as error:
             self.say(f"warning: {error}")
 

@@ -173,7 +173,7 @@ def test_without_mps_it_is_refused():
         "device='mps': torch finds no MPS, which needs an Apple chip and macOS 14; use another device, or --device=cpu"
     )
     with pytest.raises(SnugError, match="asks a device of the kind mps what is free, and there is none"):
-        fit.room_for("auto", GRPOSettings(device="mps"), "mps")
+        fit.room_for(GRPOSettings(device="mps", memory_budget_gb="auto"), "mps")
 
 
 def test_float32_is_the_default_on_mps():
@@ -197,7 +197,7 @@ def test_the_meter_of_mps_counts_tensors_and_waits_for_them(mac):
 
 def test_a_budget_on_mps_is_a_share_of_what_metal_recommends(mac):
     settings = GRPOSettings(memory_budget_gb="auto")
-    assert fit.room_for("auto", settings, torch.device("mps")).device == 95 * MIB
+    assert fit.room_for(settings, torch.device("mps")).device == 95 * MIB
     assert "teacher_device" in fit.ladder(replace(settings, teacher="t"), "cuda", 3, 5)
     steps = fit.ladder(replace(settings, teacher="t"), "mps", 3, 5)
     assert not {"reference", "teacher_device", "optimizer_device", "grad_offload", "activation_offload"} & steps.keys()

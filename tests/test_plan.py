@@ -20,17 +20,20 @@ import grpo
 import runs
 import train_sft
 from data.task import Task
+from runs.checkpoint import newest, read_state, seal
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
 from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
+from snug.device import host
 from snug.device.host import HOST
 from snug.device.kinds import MIB
+from snug.memory import fit as memory_fit
 from snug.memory import plan as planning
-from snug.memory.fit import Room, apply, fit, ladder, show
+from snug.memory.fit import Room, apply, fit, ladder, room_for, show
 from snug.memory.ledger import component, component_of
 from snug.memory.plan import GIB, Plan, plan
-from snug.options import SnugError, read_settings
+from snug.options import SnugError, make_settings, read_settings
 from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
@@ -380,6 +383,102 @@ def test_a_host_that_is_too_small_gets_nothing(tmp_path, monkeypatch, made_up):
     settings.memory_budget_gb = f"{1.01 * peak / GIB:.9f}"
     with pytest.raises(SnugError, match=r"GiB and [\de.-]+ GiB of the host may be used"):
         apply(dry_run(prepared), settings, torch.device("cpu"), print)
+
+
+@pytest.mark.parametrize("asks, resume", [(True, "auto"), (True, "FOLDER"), (False, "auto")])
+def test_a_resumed_run_takes_the_options_of_its_settings_not_lower_ones_of_the_checkpoint(
+    asks, resume, tmp_path, made_up
+):
+    """A version in which a budget moved wrote such checkpoints. Without a budget the command's own values hold."""
+    prepared, settings = prepared_run(tmp_path, n_layer=1, n_embd=16, eval_prompts=0, save_interval=1)
+    budget = f"{0.4 * made_up_plan(dry_run(prepared), settings).peak / GIB:.9f}"
+    settings.memory_budget_gb = budget
+    grpo.main(prepared)
+    checkpoint = newest(settings.out_dir)
+    state = read_state(checkpoint)
+    found = state["settings"]
+    lowered = found | SLOWEST | dict(wait_for_memory=3.0)
+    (checkpoint / "state.json").write_text(json.dumps(state | dict(settings=lowered, calm=2)))
+    seal(checkpoint)
+    own = {} if asks else dict(memory_budget_gb="", max_rollout_batch=2, checkpoint_blocks="selective")
+    values = COMMON | GRPO | dict(n_layer=1, n_embd=16, eval_prompts=0, save_interval=1)
+    values |= dict(memory_budget_gb=budget, out_dir=settings.out_dir)
+    if resume == "FOLDER":
+        resume, values = settings.out_dir, {}
+    values |= own | dict(max_iters=3, resume=resume)
+    prepared = prepare(*make_settings(GRPOSettings, "", values))
+    prepared.reward_funcs = [differ]
+    grpo.main(prepared)
+    after = read_state(newest(settings.out_dir))
+    expected = {name: found[name] for name in SLOWEST} if asks else own
+    assert {name: after["settings"][name] for name in expected} == expected
+    assert after["iteration"] == 3 and "calm" not in after
+
+
+def write_system(root, cgroup, folders):
+    """A system with 100,000 KiB free. folders: {folder of a cgroup: {file: text}}."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 200000 kB\nMemAvailable: 100000 kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for folder, files in folders.items():
+        (root / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (root / "sys/fs/cgroup" / folder / name).write_text(text)
+
+
+def limited(limit, used, active=0, inactive=0):
+    stat = f"anon 5\nactive_file {active}\ninactive_file {inactive}\n"
+    return {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": stat}
+
+
+def limited_1(limit, used, active=0, inactive=0):
+    stat = f"cache 5\nactive_file {active}\ninactive_file {inactive}\ntotal_active_file 9\n"
+    return {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat}
+
+
+@pytest.mark.parametrize(
+    "cgroup, folders, left",
+    [
+        ("0::/\n", {}, 102_400_000),
+        ("0::/\n", {"": limited(70_000, 50_000)}, 20_000),
+        ("0::/\n", {"": limited(70_000, 50_000, active=3_000, inactive=9_000)}, 32_000),
+        ("0::/\n", {"": limited("max", 50_000)}, 102_400_000),
+        ("0::/\n", {"": limited(10**12, 50_000)}, 102_400_000),
+        ("0::/\n", {"": limited(70_000, 90_000)}, 0),
+        ("0::/a/b\n", {"a": limited(70_000, 50_000), "a/b": limited("max", 9)}, 20_000),
+        ("0::/docker/123\n", {"": limited(70_000, 50_000)}, 20_000),  # a container that sees its host's names
+        ("4:memory:/x\n3:cpu:/x\n0::/\n", {"memory/x": limited_1(70_000, 50_000, 3_000, 9_000)}, 32_000),
+    ],
+)
+def test_what_the_host_or_its_cgroups_have_left(cgroup, folders, left, tmp_path, monkeypatch):
+    write_system(tmp_path, cgroup, folders)
+    monkeypatch.setattr(host, "SYSTEM", tmp_path)
+    assert host.available_on_host() == left
+
+
+def test_auto_is_what_is_free(monkeypatch):
+    monkeypatch.setattr(memory_fit, "available_on_host", lambda: 1000)
+    settings = GRPOSettings(device="cpu", memory_budget_gb="auto")
+    assert room_for(settings, torch.device("cpu")) == Room(0.8 * 1000)
+    half, none = [dataclasses.replace(settings, memory_budget_gb=text) for text in ("0.5", "")]
+    assert room_for(half, torch.device("cpu")) == Room(GIB / 2) and room_for(none, "cpu") is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 9000))
+    settings.device = half.device = "cuda"
+    assert room_for(settings, torch.device("cuda")) == Room(0.95 * 300, 1000)
+    assert room_for(half, torch.device("cuda")) == Room(GIB / 2, 1000)
+
+
+def test_a_cpu_has_no_other_place_for_its_tensors():
+    """What it would move to the host would stay in the same memory."""
+    steps = ladder(GRPOSettings(device="cpu", beta=0.1), "cpu", 3, 5)
+    assert list(steps) == "max_tokens_per_micro_batch logits_chunk_mb max_rollout_batch checkpoint_blocks".split()
+    assert Room(15).holds(Plan("cpu", 10, 5, "train", {}, [], {})) and not Room(14).holds(
+        Plan("cpu", 10, 5, "train", {}, [], {})
+    )
+    assert Room(10, 5).holds(Plan("cuda", 10, 5, "train", {}, [], {})) and not Room(99, 4).holds(
+        Plan("cuda", 10, 5, "train", {}, [], {})
+    )
 
 
 def test_what_plan_prints(tmp_path, monkeypatch, made_up):

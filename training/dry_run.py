@@ -39,7 +39,6 @@ class DryRun:
         self.n_layer = prepared.shape["n_layer"]
         self.period = prepared.shape.get("full_every") or 1
         self.longest = prepared.longest()  # tokens of the longest prompt and completion
-        self.plans = {}  # what fit.plan_of remembers
 
     def __call__(self, settings, n_layer: int, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}

@@ -1,12 +1,10 @@
 """Forward passes of models that do not train. Left out: the log-probs of a reference or a teacher (grpo.py)."""
 
-import weakref
-
 import torch
 
 from batch import make_micro_batch
 from model import autocast
-from snug.device.host import borrowed, keep_on_device, move, new_on_host, stream_from_host
+from snug.device.host import borrowed, new_on_host
 from snug.memory.ledger import component
 
 
@@ -34,7 +32,6 @@ def teacher_states(teacher, rollouts, cut, settings):
         outputs = new_on_host(empty, keep=True).zero_()
     else:
         outputs = torch.zeros_like(empty, memory_format=torch.contiguous_format)
-    teacher.outputs = weakref.ref(outputs)  # for `relocate`
     for indices in cut.dealt(sum(cut.steps, []), teacher):
         micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, teacher):
@@ -54,16 +51,3 @@ def write_states(outputs, cut, indices, places, hidden):
         row = hidden.new_zeros(outputs.shape[1:])
         row[place] = values
         outputs[i].copy_(row, non_blocking=True)
-
-
-def relocate(model, place, device):
-    """Move a frozen model's weights, and a teacher's outputs that are in use, to place: "device" or "host"."""
-    if model is None or (place == "host") == hasattr(model, "streamed"):
-        return
-    if place == "host":
-        stream_from_host(model, device)
-    else:
-        keep_on_device(model)
-    outputs = getattr(model, "outputs", lambda: None)()
-    if outputs is not None:
-        outputs.data = move(outputs, place, device)

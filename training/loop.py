@@ -43,7 +43,6 @@ from training.dry_run import DryRun
 from training.optimizer import make_optimizer
 from training.probe import probe
 from training.state import Training
-from training.yielding import Yielding
 
 
 def run(prepared, title, iterate) -> bool:
@@ -66,18 +65,16 @@ def run(prepared, title, iterate) -> bool:
         warn_without_kernels()
     with processes:
         settings = with_dtype(settings, device.type)
-        resumed = prepared.resume and prepared.resume.state["settings"]
-        fitted = processes.first(apply(rehearse, settings, device, say, resumed))
-        prepared.settings, own = fitted, settings
+        prepared.settings = processes.first(apply(rehearse, settings, device, say))
         with ExitStack() as stack:
             # If rank 0 is refused, all end.
             lock = locked(settings.out_dir)
             processes.from_all_ranks(lambda: None if processes.rank else stack.enter_context(lock))
-            return train(prepared, title, rehearse, own, device, processes)
+            return train(prepared, title, iterate, device, processes)
 
 
-def train(prepared, title, rehearse, own, device, processes):
-    """-> False if a signal stopped it. own: the settings without a budget. rehearse: the DryRun."""
+def train(prepared, title, iterate, device, processes):
+    """-> False if a signal stopped it."""
     settings, resume = prepared.settings, prepared.resume
     # The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any.
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -120,18 +117,16 @@ def train(prepared, title, rehearse, own, device, processes):
                 Limits(prepared, log.say, resume and resume.state["after_oom"], processes),
                 teacher,
             )
-            training.yielding = Yielding(training, rehearse, own)
             if resume:
                 training.health = resume.state["health"]
                 training.extra_prompts = resume.state["extra_prompts"]
-                training.calm = resume.state.get("calm", 0)
             introduce(title, training, start, moved)
             log.to_file(meter.line("after init"))
             if settings.probe:
-                return probe(rehearse.iterate, training)
+                return probe(iterate, training)
             if start >= settings.max_iters:
                 log.say(f"nothing to do: all {start} iterations are done; a larger --max_iters goes on")
-            finished = iterations(rehearse.iterate, training)
+            finished = iterations(iterate, training)
             if not processes.rank:
                 for line in ending(title, settings, bool(prepared.reward_funcs), not finished):
                     log.say(line)
@@ -210,7 +205,6 @@ def iterations(iterate, training):
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     going_on = phase(log.title, max_iters, "iterations", log.start)
     with training.processes.connected(), noting_signals() as noted, chdir("."), going_on as bar:
-        training.noted = noted
         for iteration in range(log.start, max_iters):
             with saver.keeping(iteration, training.progress()):
                 iterate(iteration, training)

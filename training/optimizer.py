@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from runs.loading import trained
-from snug.device.host import move, new_on_host
+from snug.device.host import new_on_host
 from snug.device.kinds import is_planned
 from snug.device.streams import Done, aside, settle
 from snug.kernels.adamw import adamw, key_of, new_scratch, numbers_of
@@ -42,12 +42,6 @@ def make_optimizer(model, settings):
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    parameters = list(named.values())
-    return SlabAdamW(parameters, groups, settings, getattr(model, "runs_on", parameters[0].device))
-
-
-def places(settings) -> set:
-    """-> which of weight, gradient and STATE are on the host."""
     on_host = set()
     if settings.param_offload:
         on_host = {"weight", "gradient", *STATE}
@@ -55,7 +49,10 @@ def places(settings) -> set:
         on_host.update(STATE)
     if settings.grad_offload:
         on_host.add("gradient")
-    return on_host
+    parameters = list(named.values())
+    return SlabAdamW(
+        parameters, groups, settings, on_host, getattr(model, "runs_on", parameters[0].device)
+    )
 
 
 def learning_rate_at(iteration: int, settings):
@@ -105,17 +102,16 @@ class SlabAdamW(torch.optim.AdamW):
     optimizer_dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16:
     bfloat16 moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed
     and step.
-    What `places` names is in pinned host memory. The next slab arrives on the device while one is updated and copied
-    back.
+    on_host: which of weight, gradient and STATE are in pinned host memory. The next slab arrives on the device while
+    one is updated and copied back.
     A step allocates its buffers first: after an out-of-memory nothing has changed. `steps`: how many it has taken.
     """
 
     @component("moments")
-    def __init__(self, parameters, groups, settings, device):
-        on_host = self.on_host = places(settings)
-        self.can_fuse = settings.param_dtype == settings.optimizer_dtype != "bfloat16"
+    def __init__(self, parameters, groups, settings, on_host, device):
+        self.fused = settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host
         super().__init__(groups, betas=(settings.adam_beta1, settings.adam_beta2), fused=self.fused)
-        self.parameters, self.device = parameters, device
+        self.parameters, self.on_host, self.device = parameters, on_host, device
         self.seed, self.steps = settings.seed, 0
         self.largest = max(parameters, key=torch.Tensor.numel)
         self.host_gradients = HostGradients(parameters) if settings.grad_offload else None
@@ -126,28 +122,6 @@ class SlabAdamW(torch.optim.AdamW):
             for name in STATE[: 2 + masters]:
                 tensor = self.state[p][name] = new(p, dtype=dtype)
                 tensor.copy_(p.detach()) if name == "master" else tensor.zero_()
-
-    @property
-    def fused(self):
-        return self.can_fuse and not self.on_host
-
-    def follow(self, settings):
-        """Move state and gradients to where the settings say, a tensor at a time. Not during backward or a step."""
-        for state in self.state.values():
-            for name in state.keys() & {*STATE}:
-                if (name in self.on_host) != (settings.optimizer_device == "host"):
-                    state[name] = move(state[name], settings.optimizer_device, self.device)
-        if settings.grad_offload and not self.host_gradients:
-            self.host_gradients = HostGradients(self.parameters)
-            self.host_gradients.collect()
-        elif self.host_gradients and not settings.grad_offload:
-            for p, gradient in self.host_gradients.collect().items():
-                p.grad = move(gradient, "device", self.device)
-            self.host_gradients.end()
-            self.host_gradients = None
-        self.on_host = places(settings)
-        for group in self.param_groups:
-            group["fused"] = self.fused
 
     def gradients(self):
         """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
@@ -290,7 +264,8 @@ class HostGradients:
         self.moving = {}  # parameter -> (Done, tensors to keep until then), the oldest first
         # A weak reference: with a strong one, parameters and this object would keep each other alive.
         take = weakref.WeakMethod(self.take)
-        self.hooks = [p.register_post_accumulate_grad_hook(lambda p: take()(p)) for p in parameters]
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
     @torch.no_grad()
     def take(self, p):
@@ -331,8 +306,3 @@ class HostGradients:
     def clear(self):
         self.land()
         self.arrived = set()
-
-    def end(self):
-        """Gradients stay on the device from now on."""
-        for hook in self.hooks:
-            hook.remove()

@@ -20,7 +20,6 @@ from snug.memory import Limits, MemoryMeter
 from training.figures import sample_records
 from training.guard import HEALTH, drop, finite_columns
 from training.optimizer import gradients_of, optimizer_step
-from training.yielding import Yielding
 
 
 @dataclass
@@ -42,10 +41,6 @@ class Training:
     started: float = 0.0  # when the iteration began, as time.perf_counter() has it
     before: dict = field(default_factory=dict)  # scores before the first iteration, which logs them
     shown_hints: set = field(default_factory=set)
-    noted: list = field(default_factory=list)  # names of signals to stop at
-    yielding: Yielding | None = None  # none in a plan
-    budgets: dict = field(default_factory=dict)  # of the iteration's phases, for the log
-    calm: int = 0  # iterations in a row that had room for more; a checkpoint keeps it
 
     @property
     def settings(self):
@@ -81,7 +76,6 @@ class Training:
             health=dict(self.health),
             after_oom=dict(self.limits.halved),
             extra_prompts=self.extra_prompts,
-            calm=self.calm,
         )
 
     def begin_iteration(self, iteration: int):
@@ -89,7 +83,6 @@ class Training:
         self.meter.reset()
         self.started = time.perf_counter()
         self.prepared.global_step = iteration
-        self.budgets = {}
         scores = self.evaluate_if_due(0) if iteration == 0 else {}
         self.before = {f"before/{name}": score for name, score in scores.items()}
         if scores:
@@ -117,12 +110,11 @@ class Training:
         # An infinity in the batch need not show in the loss.
         if math.isfinite(metrics["loss"]) and finite_columns(sequences, select):
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
-
-            def step():
-                with self.meter.phase("optimizer"):
-                    return optimizer_step(model, optimizer, learning_rate, clip, norm_of_all)
-
-            norm = self.limits.run("optimizer", step)
+            with self.meter.phase("optimizer"):
+                norm = self.limits.run(
+                    "optimizer",
+                    lambda: optimizer_step(model, optimizer, learning_rate, clip, norm_of_all),
+                )
         if math.isfinite(norm):
             self.health["dropped_in_a_row"] = 0
             return metrics | {"grad_norm": norm}
@@ -149,7 +141,6 @@ class Training:
         finally:  # an evaluation that fails loses no line of the log
             record |= self.before | scores | dict(time_s=time.perf_counter() - self.started)
             record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
-            record |= self.budgets
             if found := hints(record):
                 record["hints"] = sorted(found)
             self.log.iteration(record, samples)
@@ -157,5 +148,4 @@ class Training:
                 self.log.say(f"hint: {found[name]}")
             self.shown_hints |= found.keys()
             self.log.to_file("\n".join(self.meter.lines(self.log.place(record["iter"]))))
-        self.yielding.go_back()
         self.saver.after(done, self.progress(), scores)

@@ -94,23 +94,13 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
 
 
 def timeline(run: Run) -> Chart:
-    """A block for each phase of an iteration, as high as the phase's peak. A line for a budget that comes near them."""
+    """A block for each phase of an iteration, as high as the phase's peak."""
     records = run.records[-SHOWN:]
     phases = [phase for phase in PHASES if logged(records, f"mem_max_alloc_mb_{phase}")]
-    width, blocks, highest = 1 / len(phases), [], 0
+    width, blocks = 1 / len(phases), []
     for place, phase in enumerate(phases):
         points = values_of(records, f"mem_max_alloc_mb_{phase}")
         x = [iteration + place * width for iteration, _ in points]
         peaks = [peak for _, peak in points]
         blocks.append(Series(phase, x, peaks, "block", PHASES.index(phase), width))
-        highest = max(highest, *peaks)
-    budget, top = Series("budget", [], [], "line", len(PHASES)), 2 * highest
-    for record in records:
-        for place, phase in enumerate(phases):
-            if value := record.get(f"mem_budget_mb_{phase}"):
-                begin = record["iter"] + place * width
-                budget.x += [begin, begin + width]
-                budget.y += [min(value, top)] * 2  # higher up it would hide the blocks
-    if min(budget.y, default=top) < top:
-        blocks.append(budget)
     return Chart("Memory", f"Memory timeline, {run.folder}", "MiB", blocks)

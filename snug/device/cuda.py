@@ -4,7 +4,6 @@ Left out: which GPU there is, and what it cannot do (snug/device/pick.py).
 """
 
 import ctypes
-from contextlib import suppress
 
 import torch
 
@@ -41,7 +40,7 @@ def keep_broken(pool):
 
 
 def empty_cache():
-    """Give the blocks that the allocators cache back to the system: the host's, and the GPU's if there is one.
+    """Give the blocks that the allocator caches back to the GPU, if there is one.
 
     After a broken recording it does nothing: up to torch 2.12 the allocator believes that it still records, and raises.
     """
@@ -49,5 +48,3 @@ def empty_cache():
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
-    with suppress(AttributeError):  # not the C library of Linux
-        ctypes.CDLL(None).malloc_trim(0)

@@ -160,13 +160,6 @@ def unload(module):
         del module.arrival
 
 
-def move(tensor, place: str, device) -> torch.Tensor:
-    """-> a copy on the host, or on the device. place: "host" or "device"."""
-    if place == "host":
-        return new_on_host(tensor, keep=True, device=device).copy_(tensor)
-    return torch.empty_like(tensor, device=device).copy_(tensor)
-
-
 def stream_from_host(model, device):
     """Keep a frozen GPT's weights on the host. Its `blocks` are on the device while they run.
 
@@ -175,23 +168,13 @@ def stream_from_host(model, device):
     An embedding that is not the head runs on the host.
     """
     for p in model.parameters():
-        p.data = move(p.data, "host", device)
+        p.data = new_on_host(p, keep=True, device=device).copy_(p.data, non_blocking=True)
     blocks, at_home = model.blocks, model.head and model.embedding
-    model.hooks = []
     for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
-        model.hooks.append(block.register_forward_pre_hook(partial(arrive, following, device)))
-        model.hooks.append(block.register_forward_hook(lambda block, *_: unload(block)))
+        block.register_forward_pre_hook(partial(arrive, following, device))
+        block.register_forward_hook(lambda block, *_: unload(block))
     model.streamed = [module for module in model.children() if module not in (blocks, at_home)]
     model.runs_on = device
-
-
-def keep_on_device(model):
-    """The opposite of `stream_from_host`."""
-    for p in model.parameters():
-        p.data = move(p.data, "device", model.runs_on)
-    for hook in model.hooks:
-        hook.remove()
-    del model.streamed, model.hooks
 
 
 def arrive(following, device, block, _):

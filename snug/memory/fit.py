@@ -1,18 +1,16 @@
 """The fastest options that fit a memory budget, found with the planner. docs/memory.md: what each saves and costs.
 
-Left out: a budget that moves during a run (training/yielding.py).
+Left out: a budget that moves during a run.
 """
 
 import math
 from bisect import bisect_left
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from snug.device.host import HOST, available_on_host
+from snug.device.host import available_on_host
 from snug.device.kinds import kind_planned, logits_budget
 from snug.memory.plan import GIB, Plan, plan
 from snug.options import SnugError
@@ -69,14 +67,6 @@ def halves(now, least):
         yield now
 
 
-def plan_of(dry_run, settings) -> Plan:
-    """`plan`, remembered: a budget that moves asks for the same ones again."""
-    key = repr(settings)
-    if key not in dry_run.plans:
-        dry_run.plans[key] = plan(dry_run, settings)
-    return dry_run.plans[key]
-
-
 def fit(dry_run, settings, room: Room):
     """-> (settings that fit the room, or come nearest, their Plan).
 
@@ -87,47 +77,26 @@ def fit(dry_run, settings, room: Room):
     """
     steps = ladder(settings, kind_planned(settings.device), *dry_run.longest)
     fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
-    lowest = plan_of(dry_run, fitted)
+    lowest = plan(dry_run, fitted)
     lowered = []
     for name, values in counted(steps.items(), "options"):
         if room.holds(lowest):
             break
         trial = replace(fitted, **{name: values[-1]})
-        planned = plan_of(dry_run, trial)
+        planned = plan(dry_run, trial)
         if planned.peak <= lowest.peak:
             fitted, lowest = trial, planned
             lowered.append(name)
     enough = room._replace(device=max(room.device, need(lowest)))
 
     def fits(trial):
-        return enough.holds(plan_of(dry_run, trial))
+        return enough.holds(plan(dry_run, trial))
 
     for name in counted(lowered[::-1], "options"):
         fitted, *slower = (replace(fitted, **{name: value}) for value in steps[name])
         if not fits(fitted):
             fitted = slower[bisect_left(slower[:-1], True, key=fits)]
-    return fitted, plan_of(dry_run, fitted)
-
-
-def step_back(dry_run, now, room: Room):
-    """-> settings one step from `now` towards the faster ones that fit the room; `now` if these are not faster.
-
-    Options that are slower in these become as slow. Of those that are faster, the most expensive one gets its next
-    value. So the step needs at most what they need.
-
-        now: pieces of 4, blocks recomputed; what fits: pieces of 2, nothing recomputed -> pieces of 2, selective
-    """
-    target, _ = fit(dry_run, now, room)
-    slower, faster = {}, {}
-    for name, values in ladder(now, kind_planned(now.device), *dry_run.longest).items():
-        have, want = getattr(now, name), getattr(target, name)
-        # A value of the user's own is on no ladder: it becomes the faster one at once.
-        place = values.index(have) if have in values else len(values)
-        if place > values.index(want):
-            faster = {name: values[place - 1] if have in values else want}
-        else:
-            slower[name] = want
-    return replace(now, **slower, **faster) if faster else now
+    return fitted, plan(dry_run, fitted)
 
 
 def changes(before, after) -> str:
@@ -137,40 +106,22 @@ def changes(before, after) -> str:
     return " ".join(change) or "no change"
 
 
-def asked(settings, folder: Path, warn) -> str:
-    """The budget, auto or GiB: of the file `budget` in the run's folder if it says one, else of the option. "": none.
+def room_for(settings, device) -> Room | None:
+    """The Room of memory_budget_gb; None without one. device: the run's.
 
-    warn: told in one line what is wrong with the file.
+    auto: what is free, less a twentieth for fragmentation; on MPS what Metal recommends. On a CPU less a fifth: there
+    the kernel kills, and others may take more later.
     """
-    text = ""
-    if settings.parallel != "fsdp":
-        with suppress(OSError), open(folder / "budget", errors="replace") as file:
-            text = file.read(20).strip()
-    try:
-        if text:
-            replace(settings, memory_budget_gb=text).check()
-    except SnugError as error:
-        warn(f"warning: {folder / 'budget'}: {error}")
-        text = ""
-    return text or settings.memory_budget_gb
-
-
-def room_for(budget: str, settings, device, held=0) -> Room | None:
-    """The Room of a budget; None without one. device: the run's. held: bytes of a CPU that the run has now.
-
-    auto: what is free or the run's own, less a twentieth for fragmentation; on MPS what Metal recommends. On a CPU less
-    a fifth: there the kernel kills, and others may take more during a phase.
-    """
-    kind, host = kind_planned(settings.device), math.inf
+    budget, kind, host = settings.memory_budget_gb, kind_planned(settings.device), math.inf
     mine = kind == kind_planned("auto")
     if not budget:
         return None
     if mine and kind in APART:
-        host = available_on_host() + HOST.current
+        host = available_on_host()
     if budget != "auto":
         return Room(float(budget) * GIB, host)
     if kind == "cpu":
-        return Room(0.8 * (available_on_host() + held), host)
+        return Room(0.8 * available_on_host())
     if not mine:
         raise SnugError(
             f"memory_budget_gb='auto' asks a device of the kind {kind} what is free, and there is none; write GiB, "
@@ -178,14 +129,13 @@ def room_for(budget: str, settings, device, held=0) -> Room | None:
         )
     if kind == "mps":
         return Room(0.95 * torch.mps.recommended_max_memory())
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return Room(0.95 * free, host)
+    return Room(0.95 * torch.cuda.mem_get_info(device)[0], host)
 
 
 @phase("planning")
 def show(dry_run, settings) -> str:
     """What --plan prints."""
-    room = room_for(settings.memory_budget_gb, settings, settings.device.replace("auto", "cuda"))
+    room = room_for(settings, settings.device.replace("auto", "cuda"))
     if room is None:
         planned = plan(dry_run, settings)
         return f"{planned.text()}\n{planned.line()}"
@@ -198,23 +148,11 @@ def show(dry_run, settings) -> str:
 
 
 @phase("planning")
-def apply(dry_run, settings, device, say, before=None):
-    """Before a run's first step -> settings that fit its budget. Says what changed. SnugError if none fit.
-
-    before: the settings of the checkpoint to resume, a dict. If its budget was the same and what it had fits, the run
-    goes on with that, so that its results are those of a run that was not stopped.
-    """
-    budget = settings.memory_budget_gb
-    if before:
-        budget = asked(settings, Path(settings.out_dir), say)
-    room = room_for(budget, settings, device)
+def apply(dry_run, settings, device, say):
+    """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
+    room = room_for(settings, device)
     if room is None:
         return settings
-    if before and before["memory_budget_gb"] == settings.memory_budget_gb:
-        names = ladder(settings, kind_planned(settings.device), *dry_run.longest)
-        kept = replace(settings, **{name: before[name] for name in names})
-        if room.holds(plan_of(dry_run, kept)):
-            return kept
     fitted, planned = fit(dry_run, settings, room)
     change = changes(settings, fitted)
     if not room.holds(planned):

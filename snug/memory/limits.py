@@ -61,29 +61,17 @@ class Limits:
         self.say, self.halved, self.processes = say, {}, processes
         share = range(settings.batch_size)[processes.part(settings.batch_size)]
         self.completions = len(share) * settings.group_size  # of a rollout, on this process
-        self.longest = prepared.longest()
-        self.follow(settings)
-        for name, (began, value) in (halved or {}).items():
-            if getattr(self, name) == began:
-                self.lower(name, value, "an earlier out-of-memory")
-
-    def follow(self, settings):
-        """Begin as these settings say, but with no more than an out-of-memory has left."""
         self.max_rollout_batch = settings.max_rollout_batch
         rows = min(settings.max_rollout_batch or self.completions, self.completions)
         groups = -(-rows // settings.group_size)
-        prompt, completion = self.longest
+        prompt, completion = prepared.longest()
         prompt *= 4  # while it is read, its activations take about three times its place in the cache
         self.max_eval_batch = (groups * prompt + rows * completion) // (prompt + completion)
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.reference_batches = reference_batches(settings)
-        for name, (_, value) in self.halved.items():
-            began = getattr(self, name)
-            self.halved[name] = [began, value]
-            setattr(self, name, min(value, began or value))
-
-    def begin_phase(self, phase):
-        """Called before each attempt. A budget that moves puts its own function here."""
+        for name, (began, value) in (halved or {}).items():
+            if getattr(self, name) == began:
+                self.lower(name, value, "an earlier out-of-memory")
 
     def run(self, phase, function, cut=None):
         """function(), or function(cut=cut); after an out-of-memory in any process all call it again with less.
@@ -94,7 +82,6 @@ class Limits:
         """
         failures = 0
         while True:
-            self.begin_phase(phase)
             pieces = {} if cut is None else {"cut": cut.within(self.max_tokens_per_micro_batch)}
             result = failure = None
             try:

@@ -199,7 +199,7 @@ def plan(dry_run, settings) -> Plan:
         host = Recorder()
         # On MPS torch's attention that trains is this one, which keeps its weights for backward.
         attention = sdpa_kernel(SDPBackend.MATH) if kind == "mps" else nullcontext()
-        # Inside a run its meter must not count this, and a reward function may have switched gradients off.
+        # Inside a run (--probe) its meter must not count this, and a reward function may have switched gradients off.
         with (
             unwatched(),
             torch.enable_grad(),
