@@ -1,10 +1,12 @@
 """What evaluate.py evaluates, checked before torch is imported: a run, or a Hugging Face model, with other options; or
 two of them."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from data import TaskOptions
 from data.tools import NONE
@@ -57,8 +59,9 @@ def prepare_evaluation(
         changed = f"data_file={run.data_file} has changed: held-out prompts may have been trained on"
         print(f"warning: {changed}", file=sys.stderr)
     path = prepared.origin.path
-    # The hub's cache is not ours: a model from there has its samples in out/.
-    place = Path(SNAPSHOT.sub(r"out/\2", str(path))) if is_pretrained(path) else path.parent
+    place = path.parent
+    if is_pretrained(path):  # a model's folder is not ours, nor is the hub's cache
+        place = Path("out", Path(SNAPSHOT.sub(r"\2", os.path.abspath(path))).name)
     name = f"evaluation-{settings.task}-{'pairs' if source else 'test'}.jsonl"
     return prepared, samples_file(options, place / name)
 
@@ -74,9 +77,9 @@ def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second:
         both = f"{first} is a run of {tasks[0]}, {second} of {tasks[1]}"
         raise SnugError(f"{both}; name the task of both, such as --task={tasks[1]}")
     source = runs[1] if tasks[1] else runs[0]
-    (a, _), (b, file) = [
-        prepare_evaluation(options, given, folder, source=source) for folder in (first, second)
-    ]
+    fileless = replace(options, samples_file="none")  # the file is beside the second
+    a, _ = prepare_evaluation(fileless, given, first, source=source)
+    b, file = prepare_evaluation(options, given, second, source=source)
     return [a, b], file
 
 
@@ -104,10 +107,14 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
 
 
 def samples_file(options: EvaluateSettings, default: Path) -> Path | None:
-    """Where the samples go; None for --samples_file=none. Raises SnugError if its folder cannot be made."""
+    """Where the samples go; None for --samples_file=none. Raises SnugError if nothing can be written there."""
     if options.samples_file == "none":
         return None
     file = Path(options.samples_file or default)
     with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
+        if file.is_dir():
+            raise SnugError("it is a folder")
         file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(buffering=0, dir=file.parent) as probe:  # before hours of sampling
+            probe.write(b" ")
     return file

@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from conftest import HOME, make_flat_model, make_model
+from conftest import HOME, disk, make_flat_model, make_model
 from hypothesis import strategies as st
 
 import evaluate
@@ -326,14 +326,23 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
     assert file is None and 0 < scores["pass_at_1_sampled"] < 1
 
 
-def test_a_hugging_face_folder_is_evaluated_on_what_the_command_names(tmp_path, capsys):
+def test_a_hugging_face_folder_is_evaluated_on_what_the_command_names(tmp_path, monkeypatch, capsys):
+    """Its samples are in out/ of the current folder, because the model's may be read-only or another's."""
+    monkeypatch.chdir(tmp_path)
     save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model")
     get_tokenizer("bytes").save(tmp_path / "model")
     prepared, options, file = prepared_by(tmp_path / "model", "--task=addition", "--digits=1", "--num_prompts=3")
     evaluate.main(options, prepared, file)
     assert f"{tmp_path}/model: addition, 3 prompts" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "model/evaluation-addition-test.jsonl").read_text().splitlines()[0])
+    assert str(file) == "out/model/evaluation-addition-test.jsonl"
+    summary = json.loads(file.read_text().splitlines()[0])
     assert summary["settings"]["digits"] == 1
+    before = sorted((tmp_path / "model").iterdir())
+    for name, place in (("model/../model", "model"), ("model/", "model"), (".", "model")):
+        if name == ".":
+            monkeypatch.chdir("model")
+        assert str(prepared_by(name, "--task=addition")[2]) == f"out/{place}/evaluation-addition-test.jsonl"
+    assert sorted(set((tmp_path / "model").iterdir()) - {tmp_path / "model/out"}) == before
     with pytest.raises(SnugError, match="model has no task of its own; name one, such as --task=countdown"):
         prepared_by(tmp_path / "model", "--digits=2")
 
@@ -358,6 +367,18 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
         with pytest.raises(SnugError, match=message) as caught:
             prepared_by(run_folder, *words.split())
         assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sampled(run_folder, tmp_path):
+    """Nothing stays of what is tried."""
+    place = tmp_path / "new/folder"
+    with pytest.raises(SnugError, match="samples_file=.*/x cannot be written; name another.* .OSError: .* File too"):
+        with disk(0):
+            prepared_by(run_folder, f"--samples_file={place}/x")
+    with pytest.raises(SnugError, match=f"samples_file={tmp_path} cannot be written; name another.* .it is a folder"):
+        prepared_by(run_folder, f"--samples_file={tmp_path}")
+    *_, file = prepared_by(run_folder, f"--samples_file={place}/x")
+    assert file == place / "x" and list(place.iterdir()) == []
 
 
 def changed(words, run):

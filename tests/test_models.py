@@ -273,6 +273,7 @@ def test_a_folder_is_evaluated_and_sampled_in_the_type_in_which_it_would_train(
     stored, kind, computed, tmp_path, monkeypatch
 ):
     """On a GPU float32 weights under autocast, bfloat16 weights as they are. The CPU plays the GPU for this rule."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs.loading, "with_dtype", lambda settings, _: with_dtype(settings, kind))
     forward, seen = GPT.forward, set()
     monkeypatch.setattr(GPT, "forward", lambda model, *a, **k: seen.add(model.compute_dtype) or forward(model, *a, **k))

@@ -3,6 +3,7 @@ sampler."""
 
 import json
 import math
+import os
 import subprocess
 import sys
 import weakref
@@ -202,6 +203,12 @@ def compare_by(*words):
     return [json.loads(line) for line in file.read_text().splitlines()], models, options
 
 
+@pytest.fixture(autouse=True)
+def current_folder(tmp_path, monkeypatch):
+    """Samples of models that are no runs are written into its out/."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_model_and_itself_have_no_parting(folders, capsys, monkeypatch):
     """And one model is in memory at a time."""
     models = []
@@ -218,7 +225,7 @@ def test_a_model_and_itself_have_no_parting(folders, capsys, monkeypatch):
     assert all(row["p"] == 1 and row["low"] <= 0 <= row["high"] for row in first["comparison"].values())
     out = capsys.readouterr().out.splitlines()
     assert out[-3:-1] == ["no difference to see: sampled right +0.000, p = 1", "36 of 36 pairs are the same"]
-    assert out[-1] == f"pairs in {folders}/a/evaluation-addition-pairs.jsonl"
+    assert out[-1] == "pairs in out/a/evaluation-addition-pairs.jsonl"
 
 
 @torch.no_grad()
@@ -264,7 +271,7 @@ def test_the_task_is_the_runs_and_two_tasks_are_refused(folders, tmp_path, monke
     run, model = str(tmp_path / "addition"), str(folders / "a")
     prepare_options = EvaluateSettings(num_prompts=3)
     monkeypatch.setattr("runs.prepare.refuse_lengths", lambda prepared: None)  # of the models' 32 tokens
-    for places, wanted in (((model, run), tmp_path), ((run, model), folders / "a")):
+    for places, wanted in (((model, run), tmp_path), ((run, model), "out/a")):
         (a, b), file = prepare_pair(prepare_options, set(), *places)
         assert a.settings.digits == b.settings.digits == 2 and a.longest() == b.longest() == (6, 10)
         assert (a.settings.init_from, b.settings.init_from) == places
@@ -277,12 +284,13 @@ def test_the_task_is_the_runs_and_two_tasks_are_refused(folders, tmp_path, monke
         prepare_pair(prepare_options, set(), model, model)
 
 
-def test_the_command_takes_one_folder_or_two(folders):
+def test_the_command_takes_one_folder_or_two(folders, tmp_path):
     """In a process of its own."""
-    command = [sys.executable, "evaluate.py", folders / "a", "--num_prompts=4", folders / "b", *WORDS]
-    run = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+    command = [sys.executable, HOME / "evaluate.py", folders / "a", "--num_prompts=4", folders / "b", *WORDS]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert f"{folders}/a: addition, 4 prompts" in run.stdout and f"{folders}/b: addition, 4 prompts" in run.stdout
-    assert run.stdout.splitlines()[-1] == f"pairs in {folders}/b/evaluation-addition-pairs.jsonl"
+    assert run.stdout.splitlines()[-1] == "pairs in out/b/evaluation-addition-pairs.jsonl"
+    assert os.listdir("out") == ["b"]
     with pytest.raises(SnugError, match="one argument too many: c"):
         read_settings(EvaluateSettings, ["a", "--seed=1", "b", "c"], positional="folders")
