@@ -1,4 +1,5 @@
 # make run: a virtual environment, the requirements, and GRPO on a laptop's CPU.  make test: the same for the tests.
+# make test-long: what make test leaves out, beside TRL, PEFT and bitsandbytes.
 # make real: a real language model: held-out answers, GRPO, and held-out answers again.  make tools: it learns to call a tool.
 # make code: a larger one learns to write functions that pass their tests.
 PYTHON ?= python3
@@ -10,8 +11,12 @@ ASKED = --num_prompts=120 --num_samples=8
 run: .venv/run
 	$(BIN)/python grpo.py config/grpo_small.py $(ARGS)
 
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist=worksteal
 test: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist=worksteal $(ARGS)
+	$(TESTS) $(ARGS)
+
+test-long: .venv/long
+	$(TESTS) --long-only $(ARGS)
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -73,4 +78,8 @@ models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
-.PHONY: run real tools code test lint bench bench-gpu
+.venv/long: requirements-long.txt .venv/dev
+	$(BIN)/python -m pip install -q -r requirements-long.txt
+	touch $@
+
+.PHONY: run real tools code test test-long lint bench bench-gpu

@@ -139,13 +139,16 @@ def device():
 
 
 def pytest_addoption(parser):
+    also = "also the checks that are slow, rarely differ from the short ones, or need packages of requirements-long.txt"
+    parser.addoption("--long", action="store_const", const="too", help=also)
     parser.addoption(
-        "--long", action="store_true", help="also the checks that are slow and rarely differ from the short ones"
+        "--long-only", dest="long", action="store_const", const="only", help="these checks, without the others"
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: runs with --long only")
+    config.addinivalue_line("markers", "long: runs with --long and --long-only")
+    config.addinivalue_line("markers", "both: runs always, because it does more with --long and --long-only")
 
 
 def pytest_runtest_logreport(report):
@@ -158,10 +161,12 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--long"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="a long check: --long runs it"))
+    chosen = config.getoption("long")
+    if chosen == "only":
+        items[:] = [item for item in items if item.get_closest_marker("long") or item.get_closest_marker("both")]
+    for item in items if not chosen else []:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="a long check: --long runs it"))
 
 
 def tensor_bytes(tensors):

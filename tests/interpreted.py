@@ -60,14 +60,16 @@ def forbid_plain_torch(monkeypatch, *places):
         monkeypatch.setattr(module, name, guarded(getattr(module, name)))
 
 
-def run_interpreted(file, request) -> int:
-    """Run a file's tests in the interpreter -> how many passed."""
+def run_interpreted(file, at_least, request=None):
+    """Run a file's tests in the interpreter; so many have to pass. request: the test's, with whose --long they run."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    command += ["--long"] if request.config.getoption("--long") else []
+    chosen = request and request.config.getoption("long")
+    command += {"too": ["--long"], "only": ["--long-only"]}.get(chosen, [])
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:]
-    return int(re.search(r"(\d+) passed", result.stdout)[1])
+    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
+    assert passed >= (1 if chosen == "only" else at_least), result.stdout[-4000:]
 
 
 def compile_for_amd(kernel, source, options):

@@ -40,7 +40,7 @@ def copies(tensors):
 
 @compiles
 def test_values_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 12
+    run_interpreted(__file__, 12, request)
 
 
 @pytest.fixture

@@ -352,6 +352,7 @@ PEFT_CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PEFT_CASES)
 def test_peft_agrees(case, tmp_path):
     peft = pytest.importorskip("peft", reason="pip install peft")

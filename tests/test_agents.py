@@ -417,7 +417,7 @@ def environment_of_trl():
     package = find_spec("trl")
     file = package and Path(package.origin).parent / "experimental/harbor/_env.py"
     if not file or not file.exists():
-        pytest.skip("TRL is not installed: pip install trl==1.16.0")
+        pytest.skip("TRL is not installed: pip install -r requirements-long.txt")
     spec = spec_from_file_location("harbor_of_trl", file)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -432,6 +432,7 @@ class Machine:
         return SimpleNamespace(stdout=command.removeprefix("echo "), stderr="", return_code=0)
 
 
+@pytest.mark.long
 def test_an_environment_of_trl(tmp_path, monkeypatch):
     """A machine whose only tool is a shell; only Harbor is replaced. Its `reward` is a property, which is read at the end."""
     bash = environment_of_trl()

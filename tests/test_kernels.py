@@ -33,15 +33,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @compiles
+@pytest.mark.both
 def test_values_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 9
+    run_interpreted(__file__, 9, request)
 
 
 @compiles
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["draw", "kvcache", "sample"])
-def test_the_tests_of_plain_torch_in_the_interpreter(name, request):
-    assert run_interpreted(f"tests/test_{name}.py", request) >= 9
+@pytest.mark.parametrize("name, at_least", [("draw", 2), ("kvcache", 9), ("sample", 9)])
+def test_the_tests_of_plain_torch_in_the_interpreter(name, at_least):
+    run_interpreted(f"tests/test_{name}.py", at_least)
 
 
 @pytest.fixture(autouse=True)

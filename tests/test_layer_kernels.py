@@ -46,7 +46,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 @compiles
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 def test_values_in_the_interpreter(request):
-    assert run_interpreted(__file__, request) >= 30
+    run_interpreted(__file__, 30, request)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ on_cpu = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="counts CPU s
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 def test_the_kernels_in_the_interpreter(request):
     """The tests of values, again with Triton's kernels."""
-    assert run_interpreted(__file__, request) >= 20
+    run_interpreted(__file__, 20, request)
 
 
 @pytest.fixture(autouse=True)

@@ -109,6 +109,7 @@ def test_the_numbers_are_bitsandbytes_own():
             assert torch.equal(values_of(theirs, weight.shape, dtype)[: len(expected)], expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bitsandbytes_agrees(dtype):
     """Bit for bit, what is quantized and what comes back; its CPU kernel of scales chooses other numbers nearby."""
@@ -433,6 +434,7 @@ PEFT_CASES = {
 }
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("case", PEFT_CASES)
 def test_adapters_are_exported_as_peft_has_them(case, tmp_path):
     """PEFT's logits beside the base, here dequantized; without PEFT: the products of A and B, matrix by matrix."""

@@ -75,6 +75,7 @@ def test_processes_take_the_steps_of_one(found, kind, name):
     assert_same_weights(found / kind / name, found / "none1" / name, 1e-5 if name in ("lora", "nf4") else 1e-9)
 
 
+@pytest.mark.both
 def test_the_checks_are_what_they_say(found):
     """What is compared above would not mean much if nothing was refilled, skipped, dropped or repeated."""
     records = {path.parent.name: told(path.parent)[0] for path in found.glob("none1/*/log.jsonl")}

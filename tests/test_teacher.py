@@ -53,7 +53,7 @@ plain_only = pytest.mark.skipif(INTERPRETED, reason="plain torch on a CPU: not a
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 def test_the_kernel_in_the_interpreter(request):
     """The tests of values, again with Triton's kernel."""
-    assert run_interpreted(__file__, request) >= 20
+    run_interpreted(__file__, 20, request)
 
 
 @pytest.fixture(autouse=True)

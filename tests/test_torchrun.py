@@ -43,7 +43,8 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "where, who, kind", [("rollout", 1, "ddp"), *(pytest.param(*case, marks=long) for case in DEATHS)]
+    "where, who, kind",
+    [pytest.param("rollout", 1, "ddp", marks=pytest.mark.both), *(pytest.param(*case, marks=long) for case in DEATHS)],
 )
 def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, kind, tmp_path, request):
     code, out, err = run("kill", where, str(who), f"--out_dir={tmp_path}/run", f"--parallel={kind}")

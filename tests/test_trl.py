@@ -1,6 +1,6 @@
 """Our loss, advantages and calls of reward functions beside those of TRL's own GRPOTrainer (1.16).
 
-TRL and transformers are no requirement of the tests; without them this file is skipped. To run it: pip install trl==1.16.0, then pytest tests/test_trl.py.
+make test-long installs TRL. To run this file alone: pip install -r requirements-long.txt, then pytest --long tests/test_trl.py.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
+pytestmark = pytest.mark.long
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -r requirements-long.txt")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
 
