@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from data import TASKS, TaskOptions, imported
 from data.episodes import EpisodeOptions
-from snug.options import OWN, SnugError, option
+from snug.options import COMMANDS, OWN, SnugError, option
 
 DTYPES = ("float32", "bfloat16")
 PLACES = ("device", "host")
@@ -641,3 +641,7 @@ class ExportSettings(FromGGUFSettings):
 
     dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
     adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")
+
+
+CLASSES = (GRPOSettings, SFTSettings, SampleSettings, EvaluateSettings)
+COMMANDS |= zip(("grpo.py", "train_sft.py", "sample.py", "evaluate.py"), CLASSES, strict=True)

@@ -68,23 +68,15 @@ def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS):
     tensors: as for `damage`. If there are any, stderr names the damaged checkpoints that are passed over.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
-        config = f"config/{folder.name}.py"
-        if find_path(config).exists():
-            script = "train_sft.py" if folder.name.startswith("sft") else "grpo.py"
-            hint = f"; python {script} {config} makes out/{folder.name}"
-        elif folder.name == "smollm2-135m-instruct":
-            hint = f"; make models/{folder.name} makes it"
-        elif folder.suffix == ".gguf":
-            hint = f"; python -m runs.from_gguf {folder} --to=models/{folder.stem} makes it"
-        advice = "; a model is a Hugging Face folder, or owner/name on the hub"
-        raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
+    refuse_missing(folder)
     paths = checkpoints(folder)
     if folder.resolve().name.startswith(PREFIX):  # out/run/best is a link to one
         paths = [folder.resolve() if folder.is_symlink() else folder]
     if not paths:
-        raise SnugError(f"{folder}: has no checkpoint; was the run stopped before its first save?")
+        hint = "; if it is a run, nothing was saved yet: start it again"
+        if files := sorted(folder.glob("*.gguf")):
+            hint = from_gguf(files[0])
+        raise SnugError(f"{folder}: has no checkpoint{hint}")
     for path in reversed(paths):
         problem = damage(path, tensors)
         if not problem:
@@ -92,6 +84,27 @@ def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS):
         if tensors and path != paths[0]:
             print(plain(f"note: {problem}; the one before is used"), file=sys.stderr)
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
+
+
+def refuse_missing(folder: Path):
+    """Raises SnugError, with the command that makes it, if there is no such folder."""
+    if folder.is_dir():
+        return
+    hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
+    config = f"config/{folder.name}.py"
+    if find_path(config).exists():
+        script = "train_sft.py" if folder.name.startswith("sft") else "grpo.py"
+        hint = f"; python {script} {config} makes out/{folder.name}"
+    elif folder.name == "smollm2-135m-instruct":
+        hint = f"; make models/{folder.name} makes it"
+    elif folder.suffix == ".gguf":
+        hint = from_gguf(folder)
+    advice = "; a model is a Hugging Face folder, or owner/name on the hub"
+    raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
+
+
+def from_gguf(file: Path) -> str:
+    return f"; python -m runs.from_gguf {file} --to=models/{file.stem} makes one"
 
 
 def damage(path: Path, tensors: Collection[str] = TENSORS):

@@ -116,4 +116,4 @@ def is_done(branch: Path, end: int) -> bool:
 
 if __name__ == "__main__":
     with friendly_errors():
-        main(*read_settings(ForkSettings, sys.argv[1:], positional="folder"))
+        main(*read_settings(ForkSettings, sys.argv[1:], positional="run"))

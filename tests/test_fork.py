@@ -58,7 +58,7 @@ def started(monkeypatch):
 
 
 def branches(run, *words):
-    fork.main(*read_settings(fork.ForkSettings, [str(run), *words], positional="folder"))
+    fork.main(*read_settings(fork.ForkSettings, [str(run), *words], positional="run"))
 
 
 def test_pairs_share_their_luck_and_the_first_has_the_runs(made, started, capsys):

@@ -158,6 +158,33 @@ def test_the_house_keeps_to_its_size():
     assert not wide, ", ".join(wide)
 
 
+def anchors_of(text):
+    """-> the names that GitHub gives a text's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def dead_links(file):
+    """-> the relative links of a Markdown file that lead nowhere."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        place, _, anchor = link.partition("#")
+        target = file.parent / place if place else file
+        if not link.startswith(("http:", "https:")) and (
+            not target.exists() or anchor and anchor not in anchors_of(target.read_text())
+        ):
+            yield f"{file.name}: {link}"
+
+
+def test_every_link_of_the_texts_leads_somewhere(tmp_path):
+    texts = [*HOME.glob("*.md"), *HOME.glob("docs/*.md")]
+    dead = [link for file in texts for link in dead_links(file)]
+    assert len(texts) > 8 and not dead, ", ".join(dead)
+    text = "# A `b`, [c](a.md)!\n```\n# d\n```\n" + " ".join(f"[x]({to})" for to in ("#a-b-c", "#d", "b", "a.md#a-b-c"))
+    (tmp_path / "a.md").write_text(text)
+    assert [*dead_links(tmp_path / "a.md")] == ["a.md: #d", "a.md: b"]
+
+
 def test_functions_fit_the_screen():
     for path in source_files().values():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from test_house import HOME, source_files
 
+from runs import fork
 from runs.prepare import prepare
-from settings import RULES, EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
+from settings import RULES, EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug import options
 from snug.options import SnugError, parse_value, read_config, read_settings
 
@@ -115,6 +116,30 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
     assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help=all lists all options"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
+
+
+def test_names_that_share_only_their_folder_are_not_similar():
+    runs = ["some/folder/mine", "some/folder/grpo_small.1", "some/folder/grpo_small"]
+    assert options.did_you_mean("some/folder/nothere", runs) == options.did_you_mean("some/folder/nothing", runs) == ""
+    for word in ("some/folder/grpo_smal", "grpo_smal", "some/foldr/grpo_small/"):
+        assert options.did_you_mean(word, runs) == "; did you mean some/folder/grpo_small?"
+    assert options.did_you_mean("mnie", iter(runs)) == "; did you mean some/folder/mine?"
+    assert options.did_you_mean("ten", ["tokenizer", "seed"]) == options.did_you_mean("", ["a"]) == ""
+
+
+def test_another_commands_option_is_answered_with_the_command(tmp_path):
+    for cls, name, scripts in (
+        (SFTSettings, "max_new_tokens", "grpo.py, sample.py, evaluate.py"),
+        (SFTSettings, "group_size", "grpo.py"),
+        (GRPOSettings, "num_samples", "sample.py, evaluate.py"),
+        (SampleSettings, "num_prompts", "evaluate.py"),
+        (EvaluateSettings, "learning_rate", "grpo.py, train_sft.py"),
+        (EvaluateSettings, "prompt", "sample.py"),
+    ):
+        said = f"; it is an option of {scripts}"
+        assert refused(read_settings, cls, [f"--{name}=1"]) == f"unknown option --{name}{said}"
+        path = config(tmp_path, f"{name} = 1\n")
+        assert refused(read_config, cls, path) == f"unknown option {path}:1: {name}{said}"
 
 
 # What is here not by an option's name: places, and values of options.
@@ -255,8 +280,28 @@ def test_help_shows_the_usual_options_by_topic_in_80_columns(cls, capsys, monkey
     assert sorted(shown) == sorted(usual) and max(map(len, lines)) <= 80
     left = len(options.fields(cls)) - len(usual)
     assert (lines[-1] == f"{left} more options: --help=all") if left else "--help=all" not in lines[-1]
-    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert ("Memory:" in headings) == ("plan" in usual) and "Gym:" not in headings  # no topic without an option
+    assert ("Memory:" in headings_of(lines)) == ("plan" in usual)
+    assert "Gym:" not in headings_of(lines)  # no topic without an option
+
+
+def headings_of(lines):
+    return [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+
+
+@pytest.mark.parametrize("cls, own", [(GRPOSettings, "max_iters"), (fork.ForkSettings, "at"), (ExportSettings, "to")])
+def test_help_has_the_topics_that_have_options_and_a_commands_own_under_its_name(cls, own, capsys):
+    with pytest.raises(SystemExit):
+        read_settings(cls, ["--help=all"], positional="run")
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    headings = headings_of(lines)
+    for line, behind in zip(lines, [*lines[1:], ""], strict=True):
+        assert line not in headings or behind.startswith("  ")
+    names = {name for each in cls.__mro__ for name in [each.__name__] if name.endswith("Options")}
+    topics = {heading[:-1] for heading in headings} - {"positional arguments", cls.__name__.removesuffix("Settings")}
+    assert topics <= {name.removesuffix("Options") for name in names} and "\nobject:" not in out
+    assert f"  --{own} " in out.partition(f"\n{cls.__name__.removesuffix('Settings')}:\n")[2].partition("\n\n")[0]
+    assert "  run " in out and "hub" not in out.partition("\n\n\n")[0].rpartition("  run ")[2].partition("\n")[0]
 
 
 # -----------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """What a run's folder says: settings.json, log.jsonl, samples.jsonl.
 
-Nothing here imports torch, so a wrong folder is refused at once. Left out: checkpoints.
+Nothing here imports torch, so a wrong folder is refused at once. Left out: what is in checkpoints.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from runs.checkpoint import refuse_missing
 from runs.log import read_lines, read_log
 from settings import GRPOSettings, ModelOptions, SFTSettings
 from snug.options import SnugError, fields, in_one_line
@@ -58,6 +59,7 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 def read_run(folder: Path, most_bytes: int) -> Run:
     """most_bytes: of samples.jsonl. A larger file is thinned to every n-th iteration."""
+    refuse_missing(folder)
     with in_one_line(f"{folder}: log.jsonl, settings.json or samples.jsonl cannot be read"):
         records = read_log(folder)
         if not records:

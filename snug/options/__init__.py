@@ -37,6 +37,7 @@ from pathlib import Path
 OWN = "module:function"  # a choice that stands for any of them
 # What users of other projects may write -> the answer.
 ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
+COMMANDS = {}  # a script -> the class of its options; another command's option is answered with its name
 
 
 class SnugError(Exception):
@@ -183,9 +184,11 @@ def read_config(cls, path: str):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: "; did you mean X?" if X is similar to `word`, else ""."""
-    near = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    """The end of an error message: "; did you mean X?" if X is similar to `word`, else "". Of paths the names are
+    compared: two in a folder share its name, and are not similar for that."""
+    names = {Path(each).name: each for each in known}
+    near = difflib.get_close_matches(Path(word).name, names, 1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 def answer_to(word: str, known: Iterable[str]) -> str:
@@ -195,7 +198,11 @@ def answer_to(word: str, known: Iterable[str]) -> str:
 
 def unknown_option(cls, name: str, shown: str) -> SnugError:
     """shown: the name as the user wrote it."""
-    hint = answer_to(name, fields(cls)) or "; --help=all lists all options"
+    scripts = [script for script, other in COMMANDS.items() if name in fields(other)]
+    if scripts and name not in fields(cls):
+        hint = f"; it is an option of {', '.join(scripts)}"
+    else:
+        hint = answer_to(name, fields(cls)) or "; --help=all lists all options"
     return SnugError(f"unknown option {shown}{hint}")
 
 
@@ -267,6 +274,7 @@ class Parser(argparse.ArgumentParser):
 
 ABOUT = {
     "config": "a file of `name = value` lines",
+    "run": "a run's folder",
     "folder": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub",
     "folders": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub; two are compared",
     "file": "a GGUF file",
@@ -274,7 +282,7 @@ ABOUT = {
 
 
 def make_parser(cls, positional: str, everything: bool = True) -> Parser:
-    """A parser for the options of `cls`. In the help each class that `cls` inherits from is a topic.
+    """A parser for the options of `cls`. In the help each class ending in Options that has some is a topic.
 
     everything=False: the help shows only the options that `cls.usual` names, if there is such a list.
     """
@@ -292,9 +300,15 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
     )
     parser.add_argument(positional, nargs="?", default="", help=ABOUT[positional])
     # An option whose default a subclass changes is still listed under its base class.
-    home = {name: base for base in cls.__mro__ for name in inspect.get_annotations(base)}
+    home = {
+        name: base if base.__name__.endswith("Options") else cls
+        for base in cls.__mro__
+        for name in inspect.get_annotations(base)
+    }
     for topic in cls.__mro__:
         names = [name for name in fields(cls) if home[name] is topic]
+        if not names:
+            continue
         title = topic.__name__.removesuffix("Options").removesuffix("Settings")
         group = parser.add_argument_group(
             title, topic.__doc__ if everything and topic is not cls else None
