@@ -25,6 +25,7 @@ from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table, wilson
 from runs.evaluation import prepare_evaluation, prepare_pair
 from runs.log import finite, write_whole
+from runs.notes import notes
 from runs.prepare import Prepared
 from settings import EvaluateSettings
 from snug.options import friendly_errors, in_one_line, plain, read_settings
@@ -228,10 +229,17 @@ def loaded(prepared: Prepared, options: EvaluateSettings, run=None):
 
 def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=None):
     """Print the table, write the file -> its first line. run: default the one of prepared.origin."""
+    for line in notes(prepared):
+        say(f"note: {line}")
     summary, samples = run_evaluation(loaded(prepared, options, run), prepared, options)
     for sample in samples:
         del sample["ids"]
-    publish(file, [summary, *samples], table(summary), "samples")
+    lines, cut_off = table(summary), fmean(not sample["stopped"] for sample in samples)
+    if cut_off > 0.5:
+        lines.append(
+            f"{cut_off:.0%} of the completions were cut off at max_new_tokens={prepared.longest()[1]}"
+        )
+    publish(file, [summary, *samples], lines, "samples")
     return summary
 
 

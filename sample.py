@@ -42,6 +42,7 @@ from data.task import as_messages
 from data.tools import NONE
 from model import GPT, autocast
 from runs.loading import load_run
+from runs.notes import unused_template
 from settings import PRETRAINED_LENGTH, GRPOSettings
 from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from snug.memory.ledger import unwatched
@@ -289,6 +290,9 @@ def complete(settings, given, run, functions=NONE):
     room = run.model.config.block_size - max(map(len, ids))
     longest = max(1, min(merged.max_new_tokens or PRETRAINED_LENGTH, room))
     options = dict(max_new_tokens=longest, temperature=settings.temperature, seed=settings.seed)
+    if not run.settings.task:  # a model from elsewhere
+        for line in unused_template(run.tokenizer, prompt):
+            print(f"note: {line}", file=sys.stderr)
     rollouts = sample_turns(run.model, merged, episodes, ids, **options)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):

@@ -76,9 +76,9 @@ def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
     for name, it_fits in fits.items():
         value = getattr(settings, name)
         if value and not it_fits:
-            found = f"task={settings.task!r}, chat={settings.chat}"
+            needed = "--chat" if name == "system_prompt" else "--task=jsonl, or another task of a file"
             raise SnugError(
-                f"{name}={value!r:.60} does not fit {found}: change one, or leave {name} out"
+                f"{name}={value!r:.60} does not fit task={settings.task!r}, chat={settings.chat}; add {needed}"
             )
     task.survey()
     return task

@@ -41,7 +41,9 @@ class Jsonl(FileTask):
             problem = problem_of(row.get("answer"))
             scores = "answer" in self.blank and not self.free
             if problem and (scores or demonstrations and not row.get("demonstration")):
-                raise SnugError(f"{row.place}: answer {problem}")
+                columns = ", ".join(name for name in row if name not in ("prompt", "answer"))
+                other = f"; or name --answer_column, it has {columns}" if columns else ""
+                raise SnugError(f"{row.place}: answer {problem}{other}")
             self.scored = self.scored and not problem
         self.only_numbers = all(type(row.get("answer")) in NUMBERS for row in rows)
 
@@ -65,6 +67,7 @@ class Jsonl(FileTask):
             row["prompt"] = prompt = list(map(as_message, prompt))
             if prompt and prompt[-1]["role"] == "assistant":
                 last = prompt.pop()["content"]
+                self.answered += 1
                 row["demonstration"] = row.get("demonstration") or last
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")

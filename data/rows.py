@@ -95,9 +95,12 @@ class FileTask(Task):
                 )
         else:
             ranks = [(split_of(text), hash_of(text)) for text in map(self.identity, rows)]  # test first
-            first = {*sorted(ranks)[: min(len(rows) // 5, ENOUGH)]} - {max(ranks)}  # one is to train
+            held_out = {*sorted(ranks)[: min(len(rows) // 5, ENOUGH)]} | {
+                rank for rank in ranks if rank[0] == "test"
+            }
+            held_out.discard(max(ranks))  # one is to train
             for row, rank in zip(rows, ranks, strict=True):
-                self.rows["test" if rank in first else rank[0]].append(row)
+                self.rows["test" if rank in held_out else "train"].append(row)
         # A row has None where it lacks a column of others.
         self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
@@ -150,8 +153,11 @@ class FileTask(Task):
             advice = "shorten them, or raise what limits them: block_size, max_prompt_length"
         for split, rows in self.rows.items():
             if not rows and (split == "train" or self.settings.eval_prompts):
+                every = self.data["train"] + self.data["test"]
+                prompts = len({self.identity(row) for row in every})
+                alike = f" ({len(every):,} rows, different prompts: {prompts:,})" if prompts < len(every) else ""
                 raise SnugError(
-                    f"data_file={self.file}: no row is in the {split} split{self.dropped}; {advice}"
+                    f"data_file={self.file}{alike}: no row is in the {split} split{self.dropped}; {advice}"
                 )
 
 

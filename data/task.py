@@ -32,6 +32,7 @@ class Task:
     scored = True  # can the task say whether a completion is right?
     longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
     prompt_lengths = ()  # tokens of each of a file's prompts, from then on
+    answered = 0  # prompts of a file whose last message is the assistant's
     dropped = ""  # how many rows were too long, in words: drop_long_prompts
 
     def __init__(self, settings, demonstrations: bool = False):

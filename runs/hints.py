@@ -21,5 +21,14 @@ def hints(record: dict):
         figure = next(iter(where))
         within = [low <= record.get(name, math.nan) <= high for name, (low, high) in where.items()]
         if all(within) and hint.get("unless") not in record:
-            lines.setdefault(figure, f"{figure} {record[figure]:.3g}: {hint['text']}")
+            lines.setdefault(
+                figure, f"{figure} {record[figure]:.3g}{hint.get('unit', '')}: {hint['text']}"
+            )
     return lines
+
+
+def unused_template(tokenizer, samples) -> dict[str, float]:
+    """A figure for hints: {"unused_chat_template": 1.0} where a model with a chat template got prompts of text."""
+    if tokenizer.chat is None or not samples or "question" in samples[0]:
+        return {}
+    return {"unused_chat_template": 1.0}

@@ -305,9 +305,9 @@ def shape_and_tokenizer(
     tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     rows = shape["vocab_size"] or tokenizer.n_vocab
     if rows < tokenizer.n_vocab:
+        advice = f"{place} has the tokenizer of another model" if place else "leave vocab_size out"
         raise SnugError(
-            f"vocab_size={rows}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; "
-            "leave vocab_size out"
+            f"vocab_size={rows}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; {advice}"
         )
     return shape | dict(vocab_size=rows, n_vocab=tokenizer.n_vocab), tokenizer
 

@@ -289,7 +289,7 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
         (dict(data_file=""), GOOD, "task='jsonl' needs data_file, such as --data_file=prompts.jsonl"),
         (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .FileNotFoundError"),
         ({}, [b"", b"  "], "data.jsonl: has no rows"),
-        ({}, GOOD[:1], "no row is in the (test|train) split; name a test_file"),
+        ({}, GOOD[:1], "no row is in the test split; name a test_file"),
         ({}, [row | {"stopped": 1} for row in GOOD], "data.jsonl:1: the column stopped has the name of an argument"),
     ],
 )
@@ -472,8 +472,8 @@ def test_a_split_without_rows(tmp_path):
     )
     with pytest.raises(SnugError, match="in the test split; name a test_file, or evaluate nothing: eval_prompts=0"):
         prepare(run)
-    with pytest.raises(SnugError, match="no row is in the train split; name a test_file"):
-        prepare(dataclasses.replace(run, data_file=few_rows(tmp_path, "test"), eval_prompts=0))
+    run = dataclasses.replace(run, data_file=few_rows(tmp_path, "test"), eval_prompts=0)
+    assert prepare(run).task.size("train") == 1  # the last of the four
 
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
@@ -615,3 +615,29 @@ def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
         assert json.dumps(task.read(path), sort_keys=True) == json.dumps([row], sort_keys=True)
     except SnugError as error:
         assert f"{path}:1: " in str(error)
+
+
+def test_a_file_of_one_prompt_trains_whatever_its_hash(tmp_path):
+    """One row, or eight of the same prompt; an evaluation needs another prompt, and the message counts prompts."""
+    for text in "abcdefghijklmnopqrstuvwxyz":  # some would be held out
+        for n in (1, 8):
+            path = written(tmp_path, [dict(prompt=f"{text}=", answer=i) for i in range(n)])
+            assert task_of(path, eval_prompts=0).size("train") == n
+            with pytest.raises(SnugError, match="no row is in the test split; name a test_file") as error:
+                task_of(path)
+            assert ("(8 rows, different prompts: 1)" in str(error.value)) == (n == 8)
+
+
+def test_a_row_of_another_form_is_told_which_columns_it_has(tmp_path):
+    path = written(tmp_path, [dict(prompt=f"{i}=", completion=str(i), level=1) for i in range(9)])
+    with pytest.raises(SnugError, match="not None; .* or name --answer_column, it has completion, level"):
+        task_of(path)
+    assert task_of(path, answer_column="completion").size("train") > 4
+
+
+def test_a_file_is_answered_with_the_task_that_reads_it():
+    for cls in (GRPOSettings, SFTSettings):
+        with pytest.raises(SnugError, match="does not fit task='addition', chat=False; add --task=jsonl, or another"):
+            make_task(cls(data_file="mine.jsonl"))
+    with pytest.raises(SnugError, match="system_prompt='Be brief.' does not fit task='addition', chat=False; add --chat"):
+        make_task(GRPOSettings(system_prompt="Be brief."))

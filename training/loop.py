@@ -28,6 +28,7 @@ from runs.loading import (
 )
 from runs.lock import locked, move_aside
 from runs.log import NoLog, RunLog
+from runs.notes import notes
 from runs.prepare import SHAPE
 from runs.saver import Saver
 from snug.device.pick import pick_device, with_dtype
@@ -184,6 +185,8 @@ def introduce(title, training, start, moved):
             f"max_prompt_length={settings.max_prompt_length} cuts off the beginning of {cut:,} of these "
             f"{count + task.size('test'):,} prompts; --drop_long_prompts drops them"
         )
+    for line in notes(prepared):
+        say(f"note: {line}")
     if moved:
         say(f"an earlier run in {settings.out_dir} was moved to {moved}")
     if start:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.rates import SIZES, others, share_teaching
 from data.scores import pass_at, powers, wilson
 from evaluate import is_right, pass_reward
-from runs.hints import hints
+from runs.hints import hints, unused_template
 from runs.log import finite, write_whole
 from runs.page.runs import PHASES, logged
 from snug.memory.plan import plan
@@ -145,8 +145,7 @@ def signs(completions: list[dict], prepared) -> dict[str, float]:
         signs["stop_string_seen"] = fmean(
             settings.stop_string in each["completion"] for each in completions
         )
-    if prepared.tokenizer.chat and "question" not in completions[0]:
-        signs["unused_chat_template"] = 1.0
+    signs |= unused_template(prepared.tokenizer, completions)
     turns = [turn for each in completions for turn in each.get("messages", ())]
     calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
     if calls:

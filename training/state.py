@@ -12,7 +12,7 @@ import torch
 from data.rates import others, prospects
 from evaluate import evaluate_run, is_due
 from model import GPT
-from runs.hints import hints
+from runs.hints import hints, unused_template
 from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
@@ -141,7 +141,7 @@ class Training:
         finally:  # an evaluation that fails loses no line of the log
             record |= self.before | scores | dict(time_s=time.perf_counter() - self.started)
             record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
-            if found := hints(record):
+            if found := hints(record | unused_template(self.prepared.tokenizer, samples)):
                 record["hints"] = sorted(found)
             self.log.iteration(record, samples)
             for name in sorted(found.keys() - self.shown_hints):

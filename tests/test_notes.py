@@ -1,0 +1,102 @@
+"""What is allowed and seldom meant is said at the start, of a run, an evaluation and sample.py; what is usual is not."""
+
+import json
+
+import pytest
+from conftest import make_chat_model
+from test_episodes import HERMES
+
+import evaluate
+import grpo
+import sample
+from runs.checkpoint import find_run
+from runs.evaluation import prepare_evaluation
+from runs.loading import load_run
+from runs.notes import notes
+from runs.prepare import prepare
+from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
+from snug.options import make_settings
+
+USER = dict(role="user", content="2+3=")
+ASSISTANT = dict(role="assistant", content="It is")
+TEMPLATE, TOOLS, SPELLED, LEFT_OUT, RATE = (
+    "the model has a chat template, and prompts of text do without it; --chat asks them in it",
+    "nothing tells the model of its tools: its chat template does not; show a call in the prompt",
+    "1 of 10 prompts spell special tokens, such as <|im_end|>; here they are ordinary text",
+    "10 of 10 prompts end with a message of the assistant; it is left out",
+    "learning_rate=0.001 for all weights of a pretrained model; usual are 1e-6 to 1e-5",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_chat_model(tmp_path_factory.mktemp("notes") / "qwen"))
+
+
+def options_of(folder, model, prompt="2+3=", first="2+3=", **changes):
+    """prompt: of nine rows, first: of one."""
+    rows = [dict(prompt=first if i == 0 else prompt, answer=i) for i in range(10)]
+    for i, row in enumerate(rows):  # ten prompts
+        if isinstance(row["prompt"], str):
+            row["prompt"] += str(i)
+        else:
+            row["prompt"] = [dict(turn, content=f"{turn['content']}{i}") for turn in row["prompt"]]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = dict(task="jsonl", data_file=str(folder / "rows.jsonl"), init_from=model, out_dir=str(folder / "run"))
+    options |= dict(device="cpu", beta=0.0, learning_rate=1e-5, max_new_tokens=4, eval_prompts=1)
+    return options | changes
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(chat=True), []),
+        (dict(), [TEMPLATE]),
+        (dict(init_from=""), []),  # no template
+        (dict(chat=True, prompt=[USER, ASSISTANT], first=[USER, ASSISTANT]), [LEFT_OUT]),
+        (dict(chat=True, learning_rate=1e-3), [RATE]),
+        (dict(chat=True, learning_rate=1e-3, lora_rank=2), []),
+        (dict(init_from="", learning_rate=1e-3), []),
+        (dict(chat=True, first="end with <|im_end|>"), [SPELLED]),
+        (dict(first="end with <|im_end|>"), [TEMPLATE, SPELLED]),
+        (dict(chat=True, prompt=[USER], first=[USER | dict(content="a <|im_end|>")]), [SPELLED]),
+        (dict(chat=True, tools=["calc"]), [TOOLS]),
+        (dict(tools=["calc"]), [TEMPLATE, TOOLS]),
+    ],
+)
+def test_a_run_says_what_is_seldom_meant(tmp_path, model, changes, said):
+    lines = notes(prepare(GRPOSettings(**options_of(tmp_path, model, **changes))))
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said)), lines
+
+
+def test_a_template_that_describes_tools_needs_no_word(tmp_path):
+    model = str(make_chat_model(tmp_path / "hermes", HERMES))
+    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, chat=True, tools=["calc"])))) == []
+    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, tools=["calc"])))) == [TEMPLATE, TOOLS]
+
+
+def test_sft_learns_the_assistants_message_and_says_nothing_of_it(tmp_path, model):
+    options = options_of(tmp_path, model, prompt=[USER, ASSISTANT], first=[USER, ASSISTANT], chat=True)
+    del options["beta"], options["max_new_tokens"]
+    assert notes(prepare(SFTSettings(**options))) == []
+
+
+def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):
+    """A run of random weights, all cut off: a plain run's hint is the template, too, and not max_new_tokens."""
+    grpo.train(**options_of(tmp_path, model, max_iters=1, batch_size=2, group_size=2))
+    said = capsys.readouterr().out
+    assert f"note: {TEMPLATE}" in said and "does not end its answers without it: try --chat" in said
+    assert "raise max_new_tokens" not in said
+    given = dict(
+        task="jsonl", data_file=str(tmp_path / "rows.jsonl"), num_prompts=2, max_new_tokens=5, samples_file="none"
+    )
+    settings, names = make_settings(EvaluateSettings, "", given | dict(device="cpu"))
+    evaluate.main(settings, *prepare_evaluation(settings, names, model))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"note: {TEMPLATE}" and "100% of the completions were cut off at max_new_tokens=5" in lines
+    settings, names = make_settings(SampleSettings, "", dict(prompt="2+3=", max_new_tokens=2, device="cpu"))
+    sample.complete(settings, names, load_run(find_run(model), "cpu"))
+    assert capsys.readouterr().err == f"note: {TEMPLATE}\n"
+    settings, names = make_settings(SampleSettings, "", dict(prompt="2+3=", chat=True, max_new_tokens=2, device="cpu"))
+    sample.complete(settings, names, load_run(find_run(model), "cpu"))
+    assert capsys.readouterr().err == ""
