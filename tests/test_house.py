@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, STRING
 
+import mutants
 from packaging.requirements import Requirement
 
 HOME = Path(__file__).parent.parent
@@ -199,3 +200,14 @@ def test_the_pins_are_within_the_ranges():
     pins = [line.partition(";")[0].strip().split("==") for line in (HOME / "requirements.txt").read_text().splitlines()]
     assert {name for name, _ in pins} == ranges.keys() | {"triton"}
     assert all(version in ranges[name] for name, version in pins if name in ranges)
+
+
+def test_each_planted_bug_has_its_place():
+    """mutants.py plants a bug where a file has a text once, and runs test files. Nothing is planted here."""
+    sources = {file: (HOME / file).read_text() for _, file, *_ in mutants.MUTANTS}
+    astray = [name for name, file, text, *_ in mutants.MUTANTS if sources[file].count(text) != 1]
+    astray += [name for name, _, text, becomes, _ in mutants.MUTANTS if text == becomes]
+    astray += [
+        name for name, *_, tests in mutants.MUTANTS if not all((HOME / "tests" / t).exists() for t in tests.split())
+    ]
+    assert not astray
