@@ -156,7 +156,7 @@ def run(what, n_layer, rows, tokens, model, lora_rank, base_dtype) -> Count:
                 model.config, PROMPTS, PROMPT_WIDTH, rows, WIDTH, torch.bfloat16, "cpu", rows // PROMPTS
             )
             cache.assign(np.arange(rows) % PROMPTS)
-            cache.begin_step(torch.zeros(rows, 1, dtype=torch.long), WIDTH, True)
+            cache.begin_step(torch.zeros(rows, dtype=torch.long), WIDTH, True)
             with torch.no_grad(), cached_casts(model), count:
                 model(torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), cache)
         else:

@@ -5,7 +5,7 @@
 A model's stop token has a constant probability at each token, so lengths are geometric; or it has none, and all lengths
 are equal. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is installed (`make
 models/smollm2-135m-instruct`); "coder" cases are --coder with those of config/grpo_code.py, for example a clone of
-Qwen/Qwen2.5-Coder-0.5B-Instruct. On a CPU one contender reads no drafts (snug/decoding/drafts.py). The contenders take turns, call by call; a figure is the median of the pairs so far, with
+Qwen/Qwen2.5-Coder-0.5B-Instruct. The contenders take turns, call by call; a figure is the median of the pairs so far, with
 the smallest and the largest. On CUDA eager steps and generate are slow and take part in the first pair only. tokens/s
 counts sampled tokens, stop tokens included.
 
@@ -41,7 +41,6 @@ from runs.loading import load_run
 from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings
-from snug.decoding import drafts
 from snug.options import read_settings
 from snug.pretrained.shapes import config_of, family_of
 from snug.pretrained.tensors import entries, rows_of
@@ -180,14 +179,6 @@ def floor_seconds(model, prompts, k, lengths, longest, per_second):
     return total / per_second
 
 
-def without_drafts(call):
-    rows, drafts.ROWS = drafts.ROWS, 0
-    try:
-        return call()
-    finally:
-        drafts.ROWS = rows
-
-
 def measure(name, case, rounds, per_second, static, coder):
     shape, P, T, k, mean, longest, dtype = case
     if shape:
@@ -202,8 +193,6 @@ def measure(name, case, rounds, per_second, static, coder):
         contenders["half"] = lambda seed, most: ours(model, prompts, k, most // 2, stop, seed)
     if DEVICE == "cuda":
         contenders["eager"] = lambda seed, most: ours(model, prompts, k, most, stop, seed, enforce_eager=True)
-    else:
-        contenders["no drafts"] = lambda seed, most: without_drafts(lambda: contenders["snug"](seed, most))
     if peer is not None:
         contenders["generate"] = lambda seed, most: theirs(peer, prompts, k, most, stop, seed)
         if static:

@@ -22,7 +22,6 @@ from runs.prepare import prepare
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings
 from snug import lora
-from snug.decoding import drafts
 from snug.kernels.rotary import rotary_table
 from snug.memory.plan import MIB, plan
 from snug.pretrained.adapters import find_base, save_adapters
@@ -163,23 +162,21 @@ def test_packed_is_padded(pair, way):
 
 
 @some("phi3 sliding")
-@pytest.mark.parametrize("way", ["plain", "drafts", "replies"])
-def test_a_window_and_the_naive_sampler(pair, way, monkeypatch):
-    agree_with_naive(pair, way, monkeypatch)
+@pytest.mark.parametrize("replies", [False, True])
+def test_a_window_and_the_naive_sampler(pair, replies):
+    agree_with_naive(pair, replies)
 
 
 @some("gemma3", "smollm3", "phi4-mini", "olmo3")
-def test_the_sampler_is_the_naive_one(pair, monkeypatch):
-    agree_with_naive(pair, "plain", monkeypatch)
+def test_the_sampler_is_the_naive_one(pair):
+    agree_with_naive(pair)
 
 
-def agree_with_naive(pair, way, monkeypatch):
+def agree_with_naive(pair, replies=False):
     """Ragged prompts, slots that get new sequences, completions of up to 44 tokens: the window's ring goes round."""
     model = GPT.from_pretrained(pair[1], dtype="float64")
     prompts, options = [list(range(3, 8)), list(range(40, 62))], dict(seed=1, stop_token=(5, 17, 30))
-    if way == "drafts":
-        monkeypatch.setattr(drafts, "CACHED", 0)
-    if way == "replies":
+    if replies:
         options["respond"] = lambda row, ids: [7] * (5 + row) if len(ids) < 20 else None
     rollouts = sample_groups(model, prompts, 4, 44, max_batch=5, **options)
     assert len({len(ids) for ids in rollouts.completions()}) > 1

@@ -149,16 +149,15 @@ def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, rotary, stretch, 
 @pytest.mark.parametrize(
     "shape, dtype, stretch, columns",
     [
-        (dict(sliding_window=1), torch.float16, 3, 4),
-        (dict(sliding_window=5, kv_heads=1, rotary_fraction=0.5), torch.float32, 3, 8),
-        long(dict(sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, 4, 16),
+        (dict(sliding_window=1), torch.float16, 3, 1),
+        (dict(sliding_window=5, kv_heads=1, rotary_fraction=0.5), torch.float32, 3, 5),
+        long(dict(sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, 4, 14),
         (dict(sliding_window=20, T_p=70, lengths=(34, 33, 70)), torch.float32, None, 16),
     ],
 )
 def test_kernel_attends_within_a_window(shape, dtype, stretch, columns, launches, monkeypatch):
     """In a ring of fewer columns, and with windows that begin in the prompt: a block behind its begin, for one slot of a
     program and not yet for another. All of a head's numbers turn, or half, or 18 of 24."""
-    monkeypatch.setattr(kvcache, "MOST", 3)
     if stretch:
         monkeypatch.setattr(attention, "split_columns", lambda width, *_: (-(-width // stretch), stretch))
     cache, config, prompts = make_cache(dtype, T_c=16, **shape)

@@ -221,9 +221,8 @@ REHEARSED = [(10, 9, 16, "float32"), (1, 40, 16, "bfloat16"), (4, 16, None, "flo
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts a CPU's bytes")
 @pytest.mark.parametrize("k, P, slots, dtype", REHEARSED)
-def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype, monkeypatch):
-    """Refills, slots that leave, drafts, and prompts of all lengths, to the last column of the cache."""
-    monkeypatch.setattr("snug.decoding.drafts.CACHED", 0)
+def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype):
+    """Refills, slots that leave, and prompts of all lengths, to the last column of the cache."""
     model = make_flat_model("gpt2", block_size=62, bias=True)
     stops_one_time_in(25, model)
     prompts = [[1] * (1 + 7 * i % 12) for i in range(P)]

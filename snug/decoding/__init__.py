@@ -1,7 +1,6 @@
 """Decoding: many completions at a time, a token per step.
 
     decode_batch   which sequence is in which slot: prefill, start, step, retire, refill
-    drafts         tokens that are read in advance because a sequence may draw them
     turns          where the turns of an episode end, and the replies
     recorder       records a step as a CUDA graph and replays it
     kvcache        keys and values of prompts and completions

@@ -16,8 +16,6 @@ reply, in a thread. The slot keeps its sequence and waits, and the others go on.
 once they are many (REPLY_AT): each goes through the model behind the slot's own columns, and the next token is drawn.
 When that is depends on counts alone, never on how long a tool takes, so that a run can be repeated bit for bit.
 
-Without Triton a step of few slots also reads tokens that they may draw next (drafts.py).
-
 Left out: what a rollout is (sample.py).
 Test: pytest tests/test_sample.py
 """
@@ -28,8 +26,6 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from snug.decoding import drafts
-from snug.decoding.drafts import MOST, MOST_ROWS, Drafts
 from snug.decoding.draw import sample_tokens
 from snug.decoding.kvcache import KVCache
 from snug.decoding.recorder import Recorder
@@ -111,7 +107,6 @@ class DecodeBatch:
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
         self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.prompt))
-        self.drafts = Drafts(prompts, k) if drafts.may_pay(model) else None
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
         self.t = torch.zeros(slots, dtype=torch.long, device=self.device)
@@ -277,102 +272,18 @@ class DecodeBatch:
         self.draw(self.prompt_hidden[prompt_slots], slots)
 
     def step(self):
-        """One more token in every slot, and more where a guess is right."""
-        few = self.drafts and len(self.held) <= drafts.ROWS
-        if not few or not self.step_with_drafts():
-            self.recorder.run(self.forward_step)
+        """One more token in every slot."""
+        self.recorder.run(self.forward_step)
         self.steps += 1
 
     def forward_step(self):
         """Run the model on each slot's latest token, and draw the next."""
         columns = min(self.steps - self.first_start + 1, self.max_new_tokens)
-        self.cache.begin_step(self.t[:, None], columns, self.same_t)
+        self.cache.begin_step(self.t, columns, self.same_t)
         positions = (self.prompt_length + self.t)[:, None]
         hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]  # (slots, C)
         self.t.add_(1).clamp_(max=self.max_new_tokens - 1)  # idle slots count too
         self.draw(hidden, slice(None))
-
-    def step_with_drafts(self) -> bool:
-        """A step that reads guesses too, unless that would not pay. -> was there one?
-
-        A sequence's tokens are the draws behind its latest token and behind each guess that the draw before gave. What
-        wrong guesses wrote into the cache is behind: a later step overwrites it before anything sees it.
-        """
-        active = self.sequences < self.N
-        active = active.nonzero()[:, 0].tolist()
-        t = self.steps - self.started  # (N,)
-        room = {}
-        for sequence in self.held[active].tolist():
-            begin = sequence // self.k * self.k
-            end = min(begin + self.k, self.next_sequence)
-            for i in range(begin, end):
-                tokens = self.tokens[i, : t[i] + 1]
-                self.drafts.follow(i, tokens.tolist())
-            room[sequence] = self.max_new_tokens - 2 - t[sequence]
-        guesses = self.drafts.guess(room)
-        if not any(guesses):
-            return False
-        drawn, logprobs = self.draw_behind(active, guesses)
-        at, kept = 0, []
-        for slot, sequence, guess in zip(active, room, guesses, strict=True):
-            ids = drawn[at : at + 1 + len(guess)].tolist()
-            right = 0
-            for token, guessed in zip(ids, guess, strict=False):
-                if token != guessed or token in self.stop_tokens:
-                    break
-                right += 1
-            first = t[sequence] + 1
-            now = first + right
-            new = slice(first, now + 1)
-            rows = slice(at, at + right + 1)
-            self.tokens[sequence, new] = drawn[rows]
-            self.logprobs[sequence, new] = logprobs[rows]
-            self.t[slot] = now
-            self.token[slot] = ids[right]
-            if now == self.max_new_tokens - 1 or ids[right] in self.stop_tokens:
-                self.sequences[slot] = self.N
-            self.started[sequence] -= right
-            kept.append(right)
-            at += len(ids)
-        self.drafts.count(kept)
-        first = self.started[list(room)].min()
-        self.first_start = min(self.first_start, first)
-        self.same_t = False
-        return True
-
-    def draw_behind(self, active: list[int], guesses: list[list[int]]):
-        """Run the model on these slots' latest tokens and on a guess for each -> tokens and log-probs (rows,): one row
-        behind each token that was read, slot by slot."""
-        m, last = max(map(len, guesses)), self.max_new_tokens - 1
-        tokens = self.token[:, None].repeat(1, 1 + m)
-        rows = []
-        for slot, guess in zip(active, guesses, strict=True):
-            tokens[slot, 1 : 1 + len(guess)] = upload(guess, self.device, torch.long)
-            rows += range(slot * (1 + m), slot * (1 + m) + 1 + len(guess))
-        rows = upload(rows, self.device)
-        place = torch.arange(1 + m, device=self.device)
-        columns = self.t[:, None] + place
-        columns.clamp_(max=last)
-        width = self.steps - self.first_start + 1 + m
-        width = min(width, self.max_new_tokens)
-        self.cache.begin_step(columns, width, False, rows)
-        slots = rows // (1 + m)
-        columns = columns.view(-1)[rows]
-        positions = self.prompt_length[slots] + columns
-        read = tokens.view(-1)[rows]
-        hidden = self.model(
-            read[:, None],
-            positions[:, None],
-            self.cache,
-        )
-        after = (columns + 1).clamp_(max=last)
-        u = self.u[self.sequences[slots], after]
-        return sample_tokens(
-            self.model,
-            hidden[:, 0],
-            u,
-            **self.sampling,
-        )
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> write their next tokens into the tables; retire sequences that end here."""
@@ -403,9 +314,8 @@ class DecodeBatch:
 
     def rehearse(self):
         """Allocate the most that decoding may take, for the planner: prefill, start every slot, take one step with a
-        full cache and sequences of different lengths, read the longest replies, shrink by a quarter, and check the
-        longest drafts. In the step the first prompt slot has as many readers as it can have, and the others share the
-        rest."""
+        full cache and sequences of different lengths, read the longest replies, and shrink by a quarter. In the step
+        the first prompt slot has as many readers as it can have, and the others share the rest."""
         n, prompt_slots = len(self.held), len(self.prompt_hidden)
         # Prompts are prefilled some at a time; the first of these prefills stands for all.
         P = min(prompt_slots, self.prompts_at_once)
@@ -422,16 +332,6 @@ class DecodeBatch:
             w, longest = min(n, self.replies_at_once), self.max_new_tokens - 2
             self.read(range(w), [1] * w, [[0] * longest] * w)
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
-        if self.drafts:
-            few = min(len(self.held), drafts.ROWS)
-            self.shrink(np.arange(few))
-            self.cache.assign(self.prompt_slot[self.held // self.k])
-            guesses, left = [], MOST_ROWS - few
-            for _ in range(few):
-                most = min(MOST, left)
-                guesses.append([0] * most)
-                left -= most
-            self.draw_behind(range(few), guesses)
 
 
 def as_tuple(stop_token):

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from snug.decoding import attention
-from snug.decoding.drafts import MOST
 from snug.device.cuda import upload
 from snug.device.kinds import kind_of
 from snug.kernels import LOG2_OF_E, launch, uses_triton
@@ -34,20 +33,19 @@ class Completions:
 
     both    (layers, 2, slots, G, W, D): token t of a completion is in column t % W
 
-    Without a window, and where that is no shorter, W is T_c, the longest completion. With one W is the window and MOST
-    columns more. Then what a step writes behind a slot's latest token, right guesses or wrong, is never in a column
-    that a window still needs. The age of column c for a token t is (t - c) % W. The token sees it if the age is less
-    than the window, and not more than t: nothing is before token 0. With a window of 3, MOST 2 and t = 7:
+    W is the window; without one, or where that is shorter, T_c, the longest completion. The age of column c for a
+    token t is (t - c) % W. The token sees it if the age is less than the window, and not more than t: nothing is before
+    token 0. With a window of 3 and t = 4, a token sees all columns:
 
-        column  0 1 2 3 4
-        token   5 6 7 3 4
-        age     2 1 0 4 3       columns 0, 1 and 2 are seen
+        column  0 1 2
+        token   3 4 2
+        age     1 0 2
     """
 
     def __init__(self, window: int, slots: int, width: int, keep_all: bool, new):
         """window: 0 if the layers see all. new(make, slots, columns) -> a tensor for these layers."""
         self.window = window
-        self.width = width if keep_all or not window else min(width, window + MOST)
+        self.width = width if keep_all or not window else min(width, window)
         self.both = new(torch.empty, slots, self.width)
         self.cleared = 0  # columns
 
@@ -209,17 +207,17 @@ class KVCache:
         for part in self.completions:
             part.clear(slots, columns)
 
-    def begin_step(self, t: torch.Tensor, columns: int, same_t: bool, rows=None):
-        """t (n, S): the columns that each slot writes now, S > 1 with drafts; on CUDA S is 1. columns: at least 1 + the
-        largest t of an active slot. same_t: t is the same in all active slots and S is 1, so that no column needs to be
-        hidden. rows: which of the n * S tokens the forward reads, each as a row (rows, 1); default: (n, S)."""
-        self.t, self.rows, self.reply = t, rows, None
+    def begin_step(self, t: torch.Tensor, columns: int, same_t: bool):
+        """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
+
+        same_t: t is the same in all active slots, so that no column needs to be hidden."""
+        self.t, self.reply = t, None
         if uses_triton(self.prompt):
             return
         T_p = self.prompt.shape[4]
         for part in self.completions:
-            write_at = part.first_row[..., None] + t[:, None] % part.width
-            part.write_at = write_at.view(-1)  # (2 * n * G * S,)
+            write_at = part.first_row + t[:, None] % part.width
+            part.write_at = write_at.view(-1)  # (2 * n * G,)
             part.columns = min(columns, part.width)
             part.bias = None
             if same_t:
@@ -227,8 +225,8 @@ class KVCache:
             else:
                 part.clear(len(t), columns)
             if self.ragged or not same_t or 0 < part.window < T_p + columns:
-                hidden = ~part.sees(self.lengths, t, T_p, part.columns)
-                part.bias = self.bias(hidden)[:, None, None]
+                hidden = ~part.sees(self.lengths, t[:, None], T_p, part.columns)
+                part.bias = self.bias(hidden)
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
         """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
@@ -271,7 +269,7 @@ class KVCache:
         )
 
     def attend(self, layer: int, q, k, v, rotary=None):
-        """q (n, H, S, D), k and v (n, G, S, D), rotary's cos and sin (n, 1, S, D) -> (n, H, S, D).
+        """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).
 
         One softmax over the prompt and the completion of each slot."""
         if self.reply is not None:
@@ -280,9 +278,7 @@ class KVCache:
             return self.attend_triton(layer, q, k, v, rotary)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if self.rows is not None:
-            q, k, v = map(self.by_slot, (q, k, v))
-        n, H, S, D = q.shape
+        n, H, _, D = q.shape
         G = self.config.n_kv_head
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
         part, place = self.of_layer[layer]
@@ -290,24 +286,12 @@ class KVCache:
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
         dtype = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
-            q = q.reshape(n * G, -1, D).to(dtype) * D**-0.5  # (n * G, R * S, D)
+            q = q.reshape(n * G, -1, D).to(dtype) * D**-0.5  # (n * G, R, D)
             y = self.attend_torch(layer, q)
-        y = y.view(n, H, S, D).to(self.dtype)
-        if self.rows is None:
-            return y
-        y = y.transpose(1, 2).flatten(0, 1)
-        return y[self.rows][:, :, None]  # (rows, H, 1, D)
-
-    def by_slot(self, x):
-        """x (rows, heads, 1, D) of the tokens that are read -> (n, heads, S, D), zeros where none is."""
-        n, S = self.t.shape
-        _, heads, _, D = x.shape
-        slots = x.new_zeros(n * S, heads, D)
-        slots[self.rows] = x[:, :, 0]
-        return slots.unflatten(0, (n, S)).transpose(1, 2)
+        return y.view(n, H, 1, D).to(self.dtype)
 
     def attend_torch(self, layer: int, q):
-        """q (n * G, R * S, D) -> the same. Here R stands for R * S: the draft's tokens are as other heads' queries."""
+        """q (n * G, R, D) -> the same."""
         prompt = self.prompt[layer, :, self.prompts_in_use]
         _, P, G, T_p, D = prompt.shape
         R = q.shape[1]
@@ -316,13 +300,12 @@ class KVCache:
         completion = part.both[place, :, : len(self.t), :, : part.columns]
         k, v = completion.flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
         scores = q @ k.mT  # (n * G, R, columns)
-        n, S = self.t.shape
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
         prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
         scores = torch.cat([prompt_scores, scores], -1)
         if part.bias is not None:
-            scores.view(n, G, -1, S, T_p + part.columns).add_(part.bias)
+            scores.view(-1, G * R, T_p + part.columns).add_(part.bias)
         weights = torch.softmax(scores, -1)
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
         y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
