@@ -82,9 +82,20 @@ def compile_for_amd(kernel, source, options):
         assert compiled.metadata.shared <= 64 * 1024
 
 
+def local_memory_in_loops(sass):
+    """-> how many instructions of the innermost loops read or write local memory, which is where spilled registers go."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", sass)]
+    jumps = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text))]
+    loops = [(begin, end) for begin, end in jumps if begin < end]
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    local = [at for at, text in code if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(begin <= at <= end for at in local for begin, end in inner)
+
+
 def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder, **options):
     """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
-    "SHARED" is what a launch asks for.
+    "SHARED" is what a launch asks for, "LOOP" what `local_memory_in_loops` counts: a kernel that sets an address aside
+    before a loop loses nothing, one that does so in each round is slow.
 
     pointers: name -> dtype, also of numbers that are not i32. constants: also the integers that are 1, which the launcher
     makes constants. aligned: the integers that it would find to be multiples of 16. options: Triton's."""
@@ -102,6 +113,10 @@ def cubin_resources(kernel, capability, pointers, constants, aligned, warps, fol
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
-    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}
-    return used | {"SHARED": compiled.metadata.shared}, compiled.asm["ptx"]
+
+    def dump(what):
+        return subprocess.run([tool, what, binary], capture_output=True, text=True, check=True).stdout
+
+    used = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", dump("--dump-resource-usage"))
+    used = {name: int(value) for name, value in used} | {"SHARED": compiled.metadata.shared}
+    return used | {"LOOP": local_memory_in_loops(dump("-sass")) if used["STACK"] else 0}, compiled.asm["ptx"]

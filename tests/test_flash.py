@@ -314,6 +314,7 @@ def test_compiled_attention_stays_in_registers(capability, window, R, G, D, dtyp
         assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability]
         products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
         assert any(word in ptx for word in ("mma", "tcgen05")) == products
-        assert used["STACK"] <= (
-            1024 if capability == 75 else 32 if dtype == "fp32" or D % 16 or capability == 120 else 0
-        )
+        assert used["LOOP"] == 0 or capability == 75
+        # Eight addresses may wait outside of the innermost loop.
+        most = 1024 if capability == 75 else 64 if dtype == "fp32" or D % 16 or capability == 120 else 0
+        assert used["STACK"] <= most

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_flat_model, rows_of
-from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
+from interpreted import (
+    CAPABILITIES,
+    INTERPRETED,
+    SHARED,
+    compiles,
+    in_kernels,
+    local_memory_in_loops,
+    long,
+    run_interpreted,
+)
 from interpreted import cubin_resources as resources
 from test_draw import rows_with_an_unlikely_end
 from test_kvcache import LONG_ROWS, RAGGED, make_cache, run_rows, step
@@ -243,6 +252,19 @@ def test_the_shape_rule():
         assert block >= min(width, 2048) and 1 <= warps <= 8 and 4 <= block / (32 * warps) <= 16
 
 
+def test_what_counts_as_local_memory_in_a_loop():
+    """Set aside before the inner loop, read again behind it, and in the outer one: that costs little."""
+
+    def counted(code):
+        lines = [f"/*{16 * i:04x}*/   {op} ;  /* 0x{i:016x} */" for i, op in enumerate(code.split(" | "))]
+        return local_memory_in_loops("\n".join(lines))
+
+    outside = "STL [R1], R2 | LDL R4, [R1] | FADD R3, R3, R4 | @P0 BRA 0x0020 | BRA.U !UP0, 0x0010 | LDL R2, [R1] | BRA 0x0060"
+    assert counted(outside) == 0
+    assert counted(outside.replace("FADD R3, R3, R4", "LDL.LU.64 R4, [R1]")) == 1
+    assert counted(outside.replace("@P0 BRA 0x0020", "@P0 BRA 0x0050")) == 1  # one loop, and a jump out of it
+
+
 @compiles
 def test_stretches_cover_a_row():
     for width in (1, 67, 4096, 4097, 50257, 128256, 151936, 262144):
@@ -279,8 +301,9 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         its = pointers, constants, multiples, warps, tmp_path
         used, ptx = resources(rows.rows_kernel, capability, *its)
         print(f"sm_{capability} V={V} {dtype} {name} {block=} {warps=}", used)
-        spilled = 16 if capability in (75, 120) else 0  # bytes, in variants with entropy
-        assert used["STACK"] <= spilled and used["LOCAL"] == 0
+        # Two addresses may wait for the end of the loop, but not where most runs are.
+        assert used["STACK"] <= (0 if dtype == "bf16" and capability in (80, 90) else 16)
+        assert used["LOOP"] == used["LOCAL"] == 0
         assert used["REG"] <= min(128, 2048 // warps)  # else the program does not fit on an SM
         by_16_bytes = width % 16 == 0 and (width > 128 or dtype == "fp32")  # where addresses allow
         assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == by_16_bytes
