@@ -327,7 +327,10 @@ def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkey
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["logprobs", "sampling", "iteration", "decode", "nf4", "train", "visit"])
+LONG = pytest.param("logprobs", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [LONG, "sampling", "iteration", "decode", "nf4", "train", "visit"])
 def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     """A command of make bench-gpu, with tiny shapes: imports, options, every aim, and the device set up as in a run."""
     driver, devices = importlib.import_module("all"), []

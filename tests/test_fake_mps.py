@@ -8,6 +8,7 @@ What is not seen: whether MPS computes right.
 
 import json
 import re
+import sys
 import traceback
 from functools import cache
 from pathlib import Path
@@ -140,21 +141,27 @@ def main():
     register()
     forbid_cuda()
     torch.Tensor.tolist = lambda x: np.zeros(x.shape, dtype=int).tolist()
-    for name, case in cases().items():
+    for name in sys.argv[1:]:
         try:
             with FakeMPS() as mode:
-                told = dict(told=case(mode), problems=sorted(mode.problems))
+                told = dict(told=cases()[name](mode), problems=sorted(mode.problems))
         except Exception:
             told = dict(error=traceback.format_exc())
         print(json.dumps([name, told]), flush=True)
 
 
 @pytest.fixture(scope="module")
-def told():
-    return run_apart(__file__)
+def told(request):
+    return run_apart(__file__, request, cases())
 
 
-@pytest.mark.parametrize("name", cases())
+OFTEN = "mistakes evaluated saved train-gpt2-plain train-qwen-QLoRA train-qwen-teacher train-qwen-reference sft-qwen".split()
+OFTEN += ["sample-gpt2-sampled", "sample-qwen-stop tokens"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in cases()]
+)
 def test_what_runs_on_mps_asks_for_nothing_that_it_lacks(name, told):
     assert "error" not in told[name], told[name]["error"]
     problems = told[name]["problems"]
