@@ -35,8 +35,8 @@ def main(settings: ExportSettings, folder: str):
 
     run = load_run(checkpoint, "cpu")
     if settings.adapters:
+        save_adapters(run.model, settings.to, base.path, run.settings)
         name = hub_name(base.path)
-        save_adapters(run.model, settings.to, name, run.settings)
         print(f"the adapters of {run.path} are now in {settings.to}, for PEFT beside {name}")
         return
     if settings.dtype == "float32":  # before adapters are merged and rounded

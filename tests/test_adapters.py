@@ -25,6 +25,7 @@ from settings import EvaluateSettings, ExportSettings, SampleSettings
 from snug import lora
 from snug.memory import MemoryMeter
 from snug.options import SnugError, read_settings
+from snug.pretrained import adapters as adapters_module
 from snug.pretrained.adapters import find_base
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
@@ -34,6 +35,7 @@ NF4 = HOME / "tests/data/nf4_double"
 QWEN = dict(qk_norm=False, proj_bias=False)
 TOKENS = torch.arange(20)[None]
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+ALL = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -158,7 +160,7 @@ def test_a_base_in_4_bits_is_dequantized(tmp_path):
 def test_loading_holds_no_second_model(tmp_path):
     shape = dict(n_layer=8, n_embd=256, n_head=4)
     base = make_base(tmp_path / "base", **shape)
-    adapters = make_adapters(tmp_path / "peft", base, "_proj")
+    adapters = make_adapters(tmp_path / "peft", base, *ALL)
     whole = sum(tensor.nbytes for tensor in load_file(base / "model.safetensors").values())
     gc.collect()
     with MemoryMeter("cpu") as meter:
@@ -183,8 +185,8 @@ def tensor(**named):
     return changed
 
 
-def add(name):
-    return lambda tensors: tensors | {f"base_model.model.{name}": torch.ones(4, 32)}
+def add(*names):
+    return lambda tensors: tensors | {f"base_model.model.{name}": torch.ones(4, 32) for name in names}
 
 
 REFUSED = {  # what is said: changes of the config, or of the tensors
@@ -200,13 +202,27 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "use_rslora='yes' is not a valid bool": dict(use_rslora="yes"),
     "nowhere/config.json: cannot be read": dict(base_model_name_or_path="nowhere"),
     "adapter_config.json: cannot be used (TypeError": dict(base_model_name_or_path=7),
-    "no place for 1 tensors, ['base_model.model.lm_head.lora_A": add("lm_head.lora_A.weight"),
-    "1 tensors, ['base_model.model.model.embed_tokens.lora_emb": add("model.embed_tokens.lora_embedding_A"),
-    "no place for 1 tensors, ['base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
-    f"q_proj.weight cannot be read (SafetensorError: File does not contain tensor {MODULE}B": tensor(B=None),
-    f"has no place for 1 tensors, ['{MODULE}B": tensor(A=None),
-    "mat1 and mat2 shapes cannot be multiplied (32x4 and 3x32))": tensor(A=torch.ones(3, 32)),
-    "(RuntimeError: The size of tensor a (32) must": tensor(B=torch.ones(16, 4)),
+    "adapter_model.safetensors does not fit adapter_config.json and ": dict(target_modules=7),
+    "missing ), unterminated subpattern": dict(target_modules="(q_proj"),
+    "missing 0 [], surplus 1 ['base_model.model.lm_head.lora_A": add("lm_head.lora_A.weight"),
+    "surplus 1 ['base_model.model.model.embed_tokens.lora_emb": add("model.embed_tokens.lora_embedding_A"),
+    "surplus 1 ['base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
+    "k_proj.lora_B.weight'], surplus 1 ['base_model.model.model.layers.1.self_attn.k_proj.lora_A": add(
+        "model.layers.1.self_attn.k_proj.lora_A.weight"
+    ),
+    f"missing 1 ['{MODULE}B.weight'], surplus 0": tensor(B=None),
+    f"missing 1 ['{MODULE}A.weight'], surplus 0": tensor(A=None),
+    f"missing 2 ['{MODULE}A.weight', '{MODULE}B.weight'], surplus 0": tensor(A=None, B=None),
+    f"{MODULE}A.weight has ('F32', (3, 32)); needed are": tensor(A=torch.ones(3, 32)),
+    f"{MODULE}B.weight has ('F32', (1, 32, 4)); needed are": tensor(B=torch.ones(1, 32, 4)),
+    f"{MODULE}B.weight has ('F32', (16, 4)); needed are": tensor(B=torch.ones(16, 4)),
+    f"{MODULE}A.weight has ('I8', (4, 32)); needed are": tensor(A=torch.ones(4, 32, dtype=torch.int8)),
+    "A.weight has ('F32', (8, 32)); needed are ('F32', 'F16', 'BF16', 'F64') and (4, 32)": tensor(
+        A=torch.ones(8, 32), B=torch.ones(32, 8)
+    ),  # another rank than r's
+    "v_proj.lora_B.weight'], surplus 4 ['base_model.model.model.layers.0.self_attn.q_proj": dict(
+        target_modules=["v_proj"]
+    ),
 }
 
 
@@ -225,6 +241,48 @@ def test_what_would_load_wrongly_is_one_line(said, tmp_path):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
+def test_targets_are_read_by_pefts_rule(tmp_path):
+    """Regular expressions fit whole names, words whole words; what is excluded and the choice of layers count."""
+    base = make_base(tmp_path / "base")
+    adapters = make_adapters(tmp_path / "peft", base, "q_proj")
+    file = adapters / "adapter_model.safetensors"
+    whole = load_file(file)
+
+    def fits(**changes):
+        change(adapters, **dict(target_modules=["q_proj"], exclude_modules=None, layers_to_transform=None) | changes)
+        try:
+            return bool(find_base(adapters))
+        except SnugError as error:
+            assert "does not fit" in str(error)
+
+    assert fits() and fits(target_modules=r".*\.q_proj") and fits(target_modules=None) and fits(layers_to_transform=[])
+    assert fits(target_modules=["proj", "q_proj", "nothing"]) and fits(target_modules="all-linear")
+    assert fits(target_modules=["q_proj", "up_proj"], exclude_modules=["up_proj"])
+    assert fits(target_modules=["q_proj", "up_proj"], exclude_modules=r".*mlp\..*")
+    assert not fits(target_modules=["proj"]) and not fits(target_modules="q_proj")
+    assert not fits(target_modules=["q_proj", "up_proj"]) and not fits(exclude_modules=["q_proj"])
+    save_file({name: value for name, value in whole.items() if "layers.1." in name}, file)
+    assert not fits() and fits(layers_to_transform=[1]) and fits(layers_to_transform=1)
+    assert fits(target_modules=["layers.1.self_attn.q_proj"]) and fits(target_modules=r"model\.layers\.1\..*q_proj")
+
+
+def test_an_export_that_peft_would_not_place_leaves_nothing(tmp_path, monkeypatch):
+    base = make_base(tmp_path / "base")
+    run_grpo(base, tmp_path / "run", *LORA)
+    monkeypatch.setattr(adapters_module, "module_of", lambda entry, eyes: entry.name[:-7].replace("self_attn.", ""))
+    with pytest.raises(SnugError, match="does not fit adapter_config.json and .*surplus"):
+        export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
+    assert not list(tmp_path.glob("*peft*"))
+
+
+def test_a_base_in_a_folder_with_an_at_sign_is_named_whole(tmp_path):
+    base = make_base(tmp_path / "mine@home" / "base")
+    run_grpo(base, tmp_path / "run", *LORA)
+    export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (str(base), None)
+
+
 def test_damaged_folders_are_one_line(tmp_path):
     base = make_base(tmp_path / "base", tie_embeddings=True)
     adapters = make_adapters(tmp_path / "peft", base, "q_proj")
@@ -236,7 +294,7 @@ def test_damaged_folders_are_one_line(tmp_path):
             find_run(adapters)
     config.write_text(before)
     change(adapters, base_model_name_or_path=str(make_base(tmp_path / "wider", n_embd=64, tie_embeddings=True)))
-    with pytest.raises(SnugError, match="q_proj.weight cannot be read .*size of tensor"):
+    with pytest.raises(SnugError, match="does not fit .*q_proj.lora_A.weight has .*needed are .*4, 64"):
         load_run(adapters, "cpu")
     config.write_text(before)
     file.write_bytes(file.read_bytes()[:-100])

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_flat_model
 from padded import a_few, padded
+from safetensors.torch import load_file
 from test_grpo import never_stop
 from test_packed import assert_same, gradient, make_rollouts
 from torch.overrides import TorchFunctionMode
@@ -24,7 +26,7 @@ from settings import GRPOSettings
 from snug import lora
 from snug.kernels.rotary import rotary_table
 from snug.memory.plan import MIB, plan
-from snug.pretrained.adapters import find_base, save_adapters
+from snug.pretrained.adapters import find_base, is_target, save_adapters
 from snug.pretrained.shapes import family_of, read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
 from snug.shape import GPTConfig
@@ -197,14 +199,20 @@ def test_an_export_is_the_folder_again(pair, tmp_path):
     assert read_shape(tmp_path / "out") == read_shape(folder)
 
 
-def test_a_gemma_with_eyes_is_read_without_them(tmp_path):
-    """Its config.json has the text model's inside, and leaves out what the class has."""
+def with_eyes():
+    """A Gemma 3 with eyes, as transformers has it."""
     text = dict(CASES["gemma3"][1], num_hidden_layers=2)
     eyes = dict(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
     config = transformers.Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
-    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    torch.manual_seed(3)
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
+def test_a_gemma_with_eyes_is_read_without_them(tmp_path):
+    """Its config.json has the text model's inside, and leaves out what the class has."""
+    theirs = with_eyes()
     theirs.save_pretrained(tmp_path / "in")
     ours, tokens = GPT.from_pretrained(tmp_path / "in"), tokens_of(2, 40)
     with torch.no_grad():
@@ -390,18 +398,98 @@ def test_a_property_alone(shape, changes):
     assert ids == generate_naive(model, [1, 2, 3], 30, seed=4)[0]
 
 
-def test_adapters_there_and_back(pair, tmp_path):
-    """As PEFT names them: of a Phi, one for the fused matrix."""
-    _, folder = pair
-    model = lora.add(GPT.from_pretrained(folder), 3, 6.0, list(lora.TARGETS))
+def trained_adapters(folder, targets):
+    """-> a model with adapters that do something."""
+    model = lora.add(GPT.from_pretrained(folder), 3, 6.0, targets)
     for layer in lora.adapted(model):
         torch.nn.init.normal_(layer.lora_B, std=0.3)
-    save_adapters(model, tmp_path / "adapters", str(folder), GRPOSettings(lora_rank=3, lora_alpha=6.0))
-    base, _, *adapters = find_base(tmp_path / "adapters")
+    return model
+
+
+def assert_there_and_back(theirs, folder, targets, to):
+    """The adapters' names, shapes and targets are those of transformers' modules; read again they do the same."""
+    model = trained_adapters(folder, targets)
+    save_adapters(model, to, folder, GRPOSettings(lora_rank=3, lora_alpha=6.0))
+    config = json.loads((to / "adapter_config.json").read_text())
+    modules = dict(theirs.named_modules())
+    named = {name.removeprefix("base_model.model.")[:-14] for name in load_file(to / "adapter_model.safetensors")}
+    assert named == {name for name in modules if is_target(config, name)} and not any(
+        "vision" in name for name in named
+    )
+    rows = {"qkv": 0, "proj": 32, "up": 96, "down": 32}  # qkv: below
+    blocks, heads = model.blocks, sum(model.blocks[0].attention.heads) * model.config.head_size
+    expected = sum(heads if target == "qkv" else rows[target] for target in targets) * len(blocks)
+    assert sum(modules[name].weight.shape[0] for name in named) == expected
+    base, _, *adapters = find_base(to)
     again = GPT.from_pretrained(base)
     read_weights(look_at_weights(base), again, *adapters)
-    for (name, ours), theirs in zip(lora.merge(model).named_parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6, msg=name)
+    for (name, ours), value in zip(lora.merge(model).named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(ours, value, atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_adapters_there_and_back(pair, tmp_path):
+    """As PEFT names them: of a Phi, one for the fused matrix."""
+    assert_there_and_back(*pair, list(lora.TARGETS), tmp_path / "adapters")
+
+
+OTHERS = {  # models whose shape is another family's, or a part of the model
+    "eyes": with_eyes,
+    "phi4 14B": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, **NONE)),
+    "phi3 mini 4k": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, **NONE, sliding_window=12)),
+}
+
+
+@pytest.mark.parametrize("targets", [["qkv"], ["proj", "up"], ["down", "up", "qkv"]], ids=" ".join)
+@pytest.mark.parametrize("case", OTHERS)
+def test_adapters_have_the_names_of_their_base(case, targets, tmp_path):
+    theirs = OTHERS[case]()
+    theirs.save_pretrained(tmp_path / "base")
+    assert_there_and_back(theirs, tmp_path / "base", targets, tmp_path / "adapters")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("targets", [["qkv"], ["proj", "up"], list(lora.TARGETS)], ids=" ".join)
+@pytest.mark.parametrize("case", OTHERS)
+def test_peft_beside_the_base_is_our_model(case, targets, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    OTHERS[case]().save_pretrained(tmp_path / "base")
+    model = trained_adapters(tmp_path / "base", targets)
+    save_adapters(model, tmp_path / "adapters", tmp_path / "base", GRPOSettings(lora_rank=3, lora_alpha=6.0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    tokens = tokens_of(2, 40)
+    more = dict(token_type_ids=torch.zeros_like(tokens)) if case == "eyes" else {}
+    with torch.no_grad():
+        before = theirs(input_ids=tokens, **more).logits
+        with warnings.catch_warnings(action="error", category=UserWarning):
+            both = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters").eval()
+        expected = both(input_ids=tokens, **more).logits
+        torch.testing.assert_close(model.logits(model(tokens)), expected, atol=1e-4, rtol=1e-4)
+    assert (expected - before).abs().max() > 0.1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear", r".*language_model.*\.(k_proj|down_proj)"])
+def test_adapters_of_one_with_eyes_are_read(targets, tmp_path):
+    """Those of the eyes, too, are there with PEFT's own targets, as from TRL."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    with_eyes().save_pretrained(tmp_path / "base")
+    theirs = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "base").eval()
+    options = peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", target_modules=targets)
+    theirs = peft.get_peft_model(theirs, options).eval()
+    for name, value in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.3)
+    theirs.save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
+    names = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    assert any("vision" in name for name in names) == ("language" not in targets)
+    base, _, *adapters = find_base(tmp_path / "adapters")
+    ours, tokens = GPT.from_pretrained(base), tokens_of(2, 40)
+    with torch.no_grad():
+        before = ours.logits(ours(tokens))
+        read_weights(look_at_weights(base), ours, *adapters)
+        expected = theirs(input_ids=tokens, token_type_ids=torch.zeros_like(tokens)).logits
+        torch.testing.assert_close(ours.logits(ours(tokens)), expected, atol=1e-4, rtol=1e-4)
+    assert (expected - before).abs().max() > 0.1
 
 
 @some("gemma3")

@@ -164,6 +164,34 @@ def test_older_files_are_read(tmp_path):
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["qwen3 tied", "gpt2"])
+def test_a_tied_model_with_another_head_is_refused(case, tmp_path, capsys):
+    """transformers keeps this head and warns. With the config as both say it is an untied model's. An equal head is quiet."""
+    their_model(case).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    parts = load_file(file)
+    embedding = next(value for name, value in parts.items() if name.endswith(("wte.weight", "embed_tokens.weight")))
+    tied, tokens = logits_of(GPT.from_pretrained(tmp_path), torch.arange(20)[None]), torch.arange(20)[None]
+    for same in (embedding.clone(), embedding.double()):
+        save_file(parts | {"lm_head.weight": same}, file, metadata=dict(format="pt"))
+        assert torch.equal(logits_of(GPT.from_pretrained(tmp_path), tokens), tied)
+    last = embedding.clone()
+    last[-1, -1] += 0.01
+    for other in (torch.randn_like(embedding), last, embedding[:-1].clone()):
+        save_file(parts | {"lm_head.weight": other}, file, metadata=dict(format="pt"))
+        with pytest.raises(SnugError, match="lm_head.weight is another matrix, .* tie_word_embeddings=true") as error:
+            GPT.from_pretrained(tmp_path)
+        assert "\n" not in str(error.value) and str(file) in str(error.value)
+    assert not capsys.readouterr().out
+    save_file(parts | {"lm_head.weight": torch.randn_like(embedding)}, file, metadata=dict(format="pt"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    change_config(tmp_path, tie_word_embeddings=False)
+    ours = GPT.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(ours, tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    assert (logits_of(ours, tokens) - tied).abs().max() > 0.1
+
+
 def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
     """In bfloat16, which is cast on the way in."""
     theirs = their_model("qwen3 tied").to(torch.bfloat16)

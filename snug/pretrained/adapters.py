@@ -11,13 +11,25 @@ Tests: pytest tests/test_adapters.py tests/test_nf4.py
 """
 
 import json
+import re
 from pathlib import Path
 
-from snug.options import in_one_line
+from snug.options import SnugError, in_one_line
 from snug.options.typed import Fields
-from snug.pretrained.hub import local_folder
-from snug.pretrained.shapes import family_of, read_config
-from snug.pretrained.tensors import appearing, entries, rows_of, write_json
+from snug.pretrained.bitsandbytes import TYPES
+from snug.pretrained.hub import hub_name, local_folder
+from snug.pretrained.shapes import read_config, read_shape
+from snug.pretrained.tensors import (
+    PEFT,
+    adapters_in,
+    appearing,
+    entries,
+    opened,
+    rows_of,
+    write_json,
+)
+
+FILE = "adapter_model.safetensors"
 
 # Variants of LoRA. Tensors of others have no place in the base.
 NOTHING = """bias use_dora use_qalora use_bdlora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens
@@ -43,37 +55,103 @@ def find_base(folder: Path, weights: bool = True):
         names = map(config.values.get, ("base_model_name_or_path", "revision"))
         base = local_folder("@".join(filter(None, names)), weights)
         read_config(base)
-    return base, rank, folder / "adapter_model.safetensors", scale
+    file = folder / FILE
+    with in_one_line(f"{file} does not fit {path.name} and {base}"):
+        check_tensors(file, config.values, base, rank)
+    return base, rank, file, scale
 
 
-def save_adapters(model, folder: str | Path, base: str, settings):
+def check_tensors(file: Path, config: dict, base: Path, rank: int):
+    """Raises SnugError unless the file has A and B of each matrix that PEFT would adapt beside the base, and no more."""
+    shape, theirs, missing, surplus = read_shape(base), adapters_in(file), [], []
+    family, eyes = family_and_eyes(base)
+    with opened(file) as tensors:
+        for entry in entries(shape, family, shape["vocab_size"]):
+            pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
+            adapted = is_target(config, module_of(entry, eyes)) or theirs.keys() & set(pair)
+            if not adapted or len(entry.shape) == 1:
+                continue
+            rows, columns = entry.shape[::-1] if entry.transposed else entry.shape
+            for ours, size in zip(pair, ((rank, columns), (rows, rank)), strict=True):
+                if ours not in theirs:
+                    missing.append(ours)
+                    continue
+                name = theirs.pop(ours)
+                if is_target(config, name[len(PEFT) : -len(".lora_A.weight")]) is False:
+                    surplus.append(name)
+                part = tensors.get_slice(name)
+                found = part.get_dtype(), tuple(part.get_shape())
+                if found[0] not in TYPES or found[1] != size:
+                    raise SnugError(f"{name} has {found}; needed are {TYPES} and {size}")
+    surplus += theirs.values()
+    if missing or surplus:
+        raise SnugError(
+            f"missing {len(missing)} {missing[:2]}, surplus {len(surplus)} {surplus[:2]}"
+        )
+
+
+def family_and_eyes(base: Path):
+    """-> (whose names the matrices of a folder have, has it eyes?)."""
+    config = read_config(base)
+    return config["model_type"], "text_config" in config
+
+
+def module_of(entry, eyes: bool) -> str:
+    """The name of a matrix in transformers' model, perhaps of one with eyes."""
+    name = entry.name.removesuffix(".weight")
+    return name.replace("model.", "model.language_model.", 1) if eyes else name
+
+
+def is_target(config: dict, module: str) -> bool | None:
+    """Does PEFT adapt it? None: its defaults or its choice of layers say so, which are not read here."""
+
+    def among(names):
+        if isinstance(names, str):
+            return bool(re.fullmatch(names, module))
+        return any(f".{module}".endswith(f".{name}") for name in names or ())
+
+    targets = config.get("target_modules")
+    if targets in (None, "all-linear") or config.get("layers_to_transform") not in (None, []):
+        return None
+    return among(targets) and not among(config.get("exclude_modules"))
+
+
+def save_adapters(model, folder: str | Path, base: str | Path, settings):
     """Write a folder that PEFT loads beside `base`, a Hugging Face folder or owner/name@commit. Raises SnugError.
 
-    settings: lora_rank and lora_alpha. The folder must be new or empty, and appears complete or not at all.
+    settings: lora_rank and lora_alpha. The folder must be new or empty, and appears complete or not at all: it is read
+    back before.
     """
     from safetensors.torch import save_file
 
-    family, tensors, modules = family_of(model.config), {}, set()
+    base = local_folder(base, weights=False)
+    family, eyes = family_and_eyes(base)
+    tensors, modules = {}, set()
     for entry in entries(vars(model.config), family, model.config.n_vocab):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
         if len(entry.shape) == 2 and hasattr(layer, "lora_A"):
-            name = entry.name.removesuffix(".weight")
+            name = module_of(entry, eyes)
             # GPT-2 has a c_proj in both halves of a block.
             modules.add(".".join(name.split(".")[-2 if family == "gpt2" else -1 :]))
             for letter, value in (("A", layer.lora_A), ("B", rows_of(layer.lora_B, entry))):
-                tensors[f"base_model.model.{name}.lora_{letter}.weight"] = value.detach().cpu().clone()
-    base, _, revision = base.partition("@")
+                tensors[f"{PEFT}{name}.lora_{letter}.weight"] = value.detach().cpu().clone()
+    targets, name, revision = sorted(modules), hub_name(base), None
+    if eyes:  # which have matrices of these names, too
+        targets = rf".*language_model.*\.({'|'.join(targets)})"
+    if name != str(base):
+        name, revision = name.split("@")
     config = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        revision=revision or None,
+        base_model_name_or_path=name,
+        revision=revision,
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
-        target_modules=sorted(modules),
+        target_modules=targets,
         fan_in_fan_out=family == "gpt2",
         inference_mode=True,
     )
     with appearing(folder) as temporary:
-        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, temporary / FILE, metadata={"format": "pt"})
         write_json(temporary / "adapter_config.json", config)
+        find_base(temporary, weights=False)

@@ -40,6 +40,9 @@ MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
 # A Gemma 3 with eyes has these, too.
 EYES = "vision_tower.", "multi_modal_projector."
+PEFT = "base_model.model."  # what names of adapters begin with
+# The head of a tied model, which a file may have, too.
+HEAD = "lm_head.weight"
 # Older versions saved these with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -161,7 +164,7 @@ def look_at_weights(folder: Path) -> dict:
     """Each Entry that the config's shape needs -> {end: (name, file)} of its tensors. What `read_weights` takes.
 
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
-    the head of a tied model may be there. Raises SnugError.
+    the HEAD of a tied model may be there; `read_weights` compares it with the embedding. Raises SnugError.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
     double, surplus = double_quant(folder), []
@@ -182,11 +185,9 @@ def look_at_weights(folder: Path) -> dict:
                             f"{file}: {name} has the type {dtype} and the shape {size}; needed are {types} and "
                             f"{expected}; use the folder with the bfloat16 weights"
                         )
-                elif not (
-                    name.endswith(BUFFERS)
-                    or name.removeprefix("model.").startswith(EYES)
-                    or whole.endswith("lm_head.weight")
-                ):
+                elif whole.endswith(HEAD):
+                    places[next(iter(places))][HEAD] = name, file  # beside the embedding
+                elif not (name.endswith(BUFFERS) or is_of_eyes(name)):
                     surplus.append(name)
     if missing or surplus:
         raise SnugError(
@@ -194,6 +195,16 @@ def look_at_weights(folder: Path) -> dict:
             f"{[*missing][:3]}, surplus {len(surplus)} {surplus[:3]}"
         )
     return places
+
+
+def is_of_eyes(name: str) -> bool:
+    return name.removeprefix("model.").startswith(EYES)
+
+
+def adapters_in(file: Path) -> dict:
+    """{the name of a tensor beside a text model: its name in a file of adapters}, without those of eyes."""
+    names = [name for name in opened(file).keys() if not is_of_eyes(name.removeprefix(PEFT))]
+    return {name.replace("language_model.", ""): name for name in names}
 
 
 def fingerprint(folder: Path) -> str:
@@ -222,29 +233,29 @@ def read_weights(places: dict, model, adapters=None, scale=0.0):
     from snug.kernels.nf4 import NF4, Quantized, weights_of
 
     weights = weights_of(model)
-    left = set(opened(adapters).keys()) if adapters else set()
+    theirs = adapters_in(adapters) if adapters else {}
     for entry, parts in counted(places.items(), "tensors", "loading"):
         ours, (name, file) = weights[entry.ours], parts[""]
         with torch.no_grad(), in_one_line(f"{file}: {name} cannot be read"):
             tensors = {end: read_tensor(*place) for end, place in parts.items()}
+            head = tensors.pop(HEAD, None)
             value = tensors[""] if len(tensors) == 1 else quantized(tensors, ours.device)
+            if head is not None and not torch.equal(head.to(value), value):
+                raise SnugError(
+                    f"{HEAD} is another matrix, but config.json says tie_word_embeddings=true: write false there"
+                )
             value = value.t() if entry.transposed else value
             if isinstance(ours, NF4):
                 ours.copy_(value, entry.start)
                 continue
             if isinstance(value, Quantized):
                 value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
-            pair = [f"base_model.model.{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
-            if pair[0] in left:
+            pair = [theirs.get(f"{PEFT}{entry.name[:-6]}lora_{half}.weight") for half in "AB"]
+            if all(pair):
                 value = value.float()
-                left -= set(pair)
                 A, B = (read_tensor(name, adapters).to(value) for name in pair)
                 value.add_(B @ A, alpha=scale)
             rows_of(ours, entry).copy_(value)
-    if left:
-        raise SnugError(
-            f"{adapters}: {file.parent} has no place for {len(left)} tensors, {sorted(left)[:3]}"
-        )
 
 
 def read_tensor(name, file):
