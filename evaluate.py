@@ -12,6 +12,10 @@ training does, with its reward functions. data/scores.py computes the scores.
 Left out: top-k, top-p and min-p (the scores are the policy's own). Tests: tests/test_evaluate.py, tests/test_pairs.py.
 """
 
+# First, because importing runs sets what Ctrl-C does.
+from runs.log import finite, write_whole
+
+# isort: split
 import json
 import math
 import sys
@@ -20,11 +24,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from data.pairs import comparison, pairs_of, partings, verdict
-from data.rewards import repeat_columns
-from data.scores import pass_rates, reward_means, summarize, table, wilson
 from runs.evaluation import prepare_evaluation, prepare_pair
-from runs.log import finite, write_whole
 from runs.notes import notes
 from runs.prepare import Prepared
 from settings import EvaluateSettings
@@ -41,6 +41,9 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 import torch
 
+from data.pairs import comparison, pairs_of, partings, verdict
+from data.rewards import repeat_columns
+from data.scores import pass_rates, reward_means, summarize, table, wilson
 from model import autocast
 from runs.loading import generator_state, load_run, restore_generators
 from sample import sample_episodes

@@ -348,5 +348,5 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
 
 
 if __name__ == "__main__":
-    with friendly_errors("; --resume=auto continues from the newest checkpoint"):
+    with friendly_errors():
         main(prepared)

@@ -6,9 +6,12 @@ The first run's folder gets report.html, which works without network. The verdic
 GRPO with other options are better, and of which runs only the reward rises.
 """
 
+# First, because importing runs sets what Ctrl-C does.
+from runs.log import change
+
+# isort: split
 from statistics import median
 
-from runs.log import change
 from runs.page.charts import LEARNING
 from runs.page.runs import PHASES, Run, logged, logged_names, read_runs
 from runs.page.write import write_page

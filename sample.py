@@ -14,11 +14,6 @@ Left out: top-k, top-p (training draws from the whole policy), beams. Test: pyte
 """
 
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir, nullcontext
-from dataclasses import dataclass
-from functools import partial
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     from runs.checkpoint import find_run
@@ -30,6 +25,12 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         speak(sys.stderr)
         settings, given, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
         run = find_run(folder)
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch

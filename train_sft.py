@@ -5,7 +5,6 @@
 The loop of grpo.py without its rollouts: the same micro-batches, the same head, the same log. Left out: data on disk.
 """
 
-import random
 import sys
 
 from runs.prepare import prepare
@@ -17,6 +16,8 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         speak()
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
+
+import random
 
 from batch import Cut, Sequences, make_micro_batch
 from model import autocast
@@ -96,5 +97,5 @@ def accumulate_gradient(model, batch, cut, settings):
 
 
 if __name__ == "__main__":
-    with friendly_errors("; --resume=auto continues from the newest checkpoint"):
+    with friendly_errors():
         main(prepared)

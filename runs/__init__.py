@@ -1,12 +1,12 @@
 """A run's folder: its log and checkpoints, when they are written, and what is refused before torch is imported.
 
-Importing it sets environment variables that torch reads when it is imported.
+Importing it sets what Ctrl-C does in a command, and environment variables that torch reads when it is imported.
 """
 
 import os
 import sys
-from pathlib import Path
 
+from runs.ctrl_c import HOME
 from snug.options import refuse_namesakes
 
 
@@ -20,4 +20,4 @@ def set_environment():
 
 set_environment()
 # A script's own settings.py or so would be taken for ours, which its folder comes before.
-refuse_namesakes(Path(__file__).parents[1], sys.path)
+refuse_namesakes(HOME, sys.path)

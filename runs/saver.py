@@ -140,12 +140,18 @@ class Saver:
 
     @contextmanager
     def keeping(self, iteration: int, progress: dict) -> Iterator[None]:
-        """If the block fails before its optimizer step, save the state from before it, with this `progress`."""
+        """If the block fails before its optimizer step, save the state from before it, with this `progress`. Ctrl-C
+        says how to go on."""
         progress = progress | {"generators": generator_state()}
         steps = self.optimizer.steps
         try:
             yield
         except UnsafeState:
+            raise
+        except KeyboardInterrupt as error:
+            paths = checkpoints(self.folder)
+            goes_on = f"--resume=auto goes on from {paths[-1]}" if paths else ""
+            error.args = (goes_on or "nothing was saved yet; start it again",)
             raise
         except Exception:
             unchanged = iteration > 0 and self.optimizer.steps == steps

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import make_model
 from test_checkpoint import saved
 from test_gym import is_installed
 
@@ -16,6 +17,8 @@ from runs.checkpoint import newest
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError, find_path, read_config, read_settings
+from snug.pretrained.tensors import save_pretrained
+from snug.tokenizer import get_tokenizer
 
 HOME = Path(__file__).parent.parent
 PROBE = """
@@ -148,7 +151,32 @@ def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):
         assert "model.safetensors is not what was written; " in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "train_sft.py", "sample.py", "evaluate.py", "report.py"])
+SCRIPTS = ["grpo.py", "train_sft.py", "sample.py", "evaluate.py", "report.py"]
+EARLY = {f"{script} --help": "pathlib" for script in (*SCRIPTS, "-m runs.export", "-m runs.fork")}
+TRAINING = {"grpo.py --max_iters=1": "torch", "train_sft.py --max_iters=1": "torch"}
+OTHERS = {"sample.py model --prompt=1": "torch", "evaluate.py model --task=addition": "torch"}
+OTHERS["-m runs.export model --to=export"] = "torch"
+
+
+@pytest.mark.parametrize("line, module", (EARLY | TRAINING | OTHERS).items())
+def test_ctrl_c_while_a_module_is_imported_is_one_line(line, module, tmp_path):
+    """Every command needs pathlib, which is as early as a test can look."""
+    code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    (tmp_path / f"{module}.py").write_text(code)
+    save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model", get_tokenizer("bytes"))
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{HOME}"}
+    words = [HOME / word if word in SCRIPTS else word for word in line.split()]
+    result = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "stopped\n")
+
+
+def test_a_users_script_keeps_its_own_end(tmp_path):
+    (tmp_path / "mine.py").write_text("import runs, sys\nassert sys.excepthook is sys.__excepthook__\n")
+    environment = os.environ | {"PYTHONPATH": str(HOME)}
+    subprocess.run([sys.executable, tmp_path / "mine.py"], env=environment, check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_help_comes_without_torch(script):
     code, out, err = command(script, "--help")
     assert code == 0 and out.startswith(f"usage: python {script}") and err == "" and "torch imported: False" in out

@@ -163,10 +163,10 @@ def test_a_finished_run_that_is_resumed_says_that_it_did_nothing(tmp_path, capsy
 
 def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
     """The first ends the run after its iteration, saved; after a second one the folder is free too."""
-    handler, presses = signal.getsignal(signal.SIGINT), [1, 2]
+    handler, presses, when = signal.getsignal(signal.SIGINT), [1, 2, 2], 1
 
     def pressing(completions, trainer_state, **columns):
-        if trainer_state.global_step == 1 and columns["stopped"]:
+        if trainer_state.global_step == when and columns["stopped"]:
             for _ in range(presses.pop(0) if presses else 0):
                 signal.raise_signal(signal.SIGINT)  # in this thread: two by os.kill may arrive as one
         return [float(len(text)) for text in completions]
@@ -175,8 +175,14 @@ def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
     run = grpo.train(reward_funcs=[pressing], **options)
     assert not run.finished and len(run.log) == 2 and newest(run.folder).name == "checkpoint-000002"
     assert signal.getsignal(signal.SIGINT) is handler
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=f"^--resume=auto goes on from {run.folder}/checkpoint-000001$"):
         grpo.train(reward_funcs=[pressing], **options)
+    when = 0  # an earlier run's checkpoints are no reason to go on
+    with pytest.raises(KeyboardInterrupt, match="^nothing was saved yet; start it again$"):
+        grpo.train(reward_funcs=[pressing], **options)
+    with pytest.raises(SnugError, match="has no checkpoint; if it is a run, nothing was saved yet: start it again"):
+        grpo.train(resume=run.folder)
+    when = 1
     assert signal.getsignal(signal.SIGINT) is handler and (tmp_path / "run.1").exists()
     run = grpo.train(resume=f"{tmp_path}/run.1", reward_funcs=[pressing])
     assert run.finished and len(run.log) == 4

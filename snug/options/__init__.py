@@ -84,12 +84,12 @@ def find_path(path: str | Path) -> Path:
     return next(filter(os.path.exists, places), places[0])
 
 
-def refuse_namesakes(home: Path, folders: list[str]):
+def refuse_namesakes(home: str | Path, folders: list[str]):
     """Raises SnugError if a folder before `home` has a module with the name of one in it: Python would import one of
     them for both."""
     ours = {module.name for module in pkgutil.iter_modules([str(home)])}
     for folder in folders:
-        if Path(folder).resolve() == home.resolve():
+        if Path(folder).resolve() == Path(home).resolve():
             return
         for finder, name, _ in pkgutil.iter_modules([str(folder)]):
             if name in ours:
@@ -347,10 +347,10 @@ def in_one_line(problem: str):
 
 
 @contextmanager
-def friendly_errors(advice: str = ""):
-    """SnugError: its notes and one line on stderr, exit code 2. Ctrl-C: one line, 130. A closed pipe: silent.
+def friendly_errors():
+    """SnugError: its notes and one line on stderr, exit code 2. A closed pipe: silent.
 
-    advice: end of Ctrl-C's line. A console that cannot show a character shows "?" in its place.
+    A console that cannot show a character shows "?" in its place.
     """
     sys.stdout.reconfigure(errors="replace")
     try:
@@ -362,6 +362,3 @@ def friendly_errors(advice: str = ""):
         # Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except KeyboardInterrupt:
-        print(f"stopped{advice}", file=sys.stderr)
-        sys.exit(130)

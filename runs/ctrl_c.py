@@ -1,0 +1,22 @@
+"""Ctrl-C ends a command with one line and exit code 130, also while torch is imported.
+
+Whatever a command imports first imports this first. training/loop.py notes the signals of a run, and saver.py says how
+that goes on.
+"""
+
+import os
+import sys
+
+HOME = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+def end(kind, error, trace):
+    """What Python calls where a command ends with an error. The arguments of Ctrl-C's say how to go on."""
+    if kind is not KeyboardInterrupt:
+        return sys.__excepthook__(kind, error, trace)
+    print("; ".join(["stopped", *error.args]), file=sys.stderr)
+    sys.exit(130)
+
+
+if sys.argv[0] == "-m" or os.path.dirname(os.path.realpath(sys.argv[0])) == HOME:  # no user's script
+    sys.excepthook = end
