@@ -49,7 +49,7 @@ def test_values_in_the_interpreter(request):
 
 @compiles
 @pytest.mark.long
-@pytest.mark.parametrize("name, at_least", [("draw", 2), ("kvcache", 9), ("sample", 9)])
+@pytest.mark.parametrize("name, at_least", [("draw", 2), ("kvcache", 9)])
 def test_the_tests_of_plain_torch_in_the_interpreter(name, at_least):
     run_interpreted(f"tests/test_{name}.py", at_least)
 
@@ -137,7 +137,7 @@ def launches(monkeypatch):
     [
         (dict(kv_heads=1), torch.float16, False, 2, 3 * 5 + 5 * 3),
         long(dict(heads=2, kv_heads=2, group_size=1), torch.float32, True, None, 2 * (5 + 5)),
-        (dict(D=24, group_size=16), torch.float32, True, 3, 2 * (3 * 3 + 5 * 2)),
+        long(dict(D=24, group_size=16), torch.float32, True, 3, 2 * (3 * 3 + 5 * 2)),
         (dict(D=16, heads=6, T_p=70, lengths=(70, 66, 3)), torch.float32, False, None, 2 * (3 + 5)),
     ],
 )
@@ -188,11 +188,19 @@ def test_kernel_takes_queries_and_keys_of_another_type():
 
 @in_kernels
 @pytest.mark.parametrize(
-    "shape, changes", [long("gpt2", {}), ("llama", {}), long("llama", dict(n_layer=2, sliding_window=4, full_every=2))]
+    "shape, changes, own",
+    [
+        long("gpt2", {}, {}),
+        ("llama", {}, {}),
+        long("llama", dict(n_layer=2, sliding_window=4, full_every=2), {}),
+        long("gpt2", dict(vocab_size=24, n_vocab=16), dict(temperature=1.5)),
+        long("llama", {}, dict(stop_token=(3, 9), is_over=lambda ids: ids[-2:] == [5, 5])),
+    ],
 )
-def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, monkeypatch):
+def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, own, monkeypatch):
     """Slots that are filled again and leave, with every kernel of a step. What a recorded graph reads and writes stays
-    where it is, whatever rows come and go, as long as there are so many slots."""
+    where it is, whatever rows come and go, as long as there are so many slots. With few rows: the interpreter takes
+    minutes for test_sample.py's."""
     addresses, original = {}, sample.DecodeBatch.forward_step
 
     def forward_step(batch):
@@ -207,9 +215,10 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, monkeypatc
     monkeypatch.setattr(sample.DecodeBatch, "forward_step", forward_step)
     monkeypatch.setitem(sample.SHRINK_ABOVE, DEVICE, 1)
     model, prompts = make_flat_model(shape, **dict(n_layer=1) | changes), [[1, 2, 3], [4]]
-    rollouts = sample_groups(model, prompts, 3, 5, stop_token=3, seed=3, max_batch=4)
+    options = dict(stop_token=3, seed=3) | own
+    rollouts = sample_groups(model, prompts, 3, 5, max_batch=4, **options)
     for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        expected, values = generate_naive(model, prompts[i // 3], 5, stop_token=3, seed=3, row=i)
+        expected, values = generate_naive(model, prompts[i // 3], 5, row=i, **options)
         assert ids == expected and logprobs == pytest.approx(values, abs=1e-5)
     assert len(addresses) > 1 and all(len(found) == 1 for found in addresses.values())
 
@@ -301,8 +310,8 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         its = pointers, constants, multiples, warps, tmp_path
         used, ptx = resources(rows.rows_kernel, capability, *its)
         print(f"sm_{capability} V={V} {dtype} {name} {block=} {warps=}", used)
-        # Two addresses may wait for the end of the loop, but not where most runs are.
-        assert used["STACK"] <= (0 if dtype == "bf16" and capability in (80, 90) else 16)
+        # An address may wait for the end of the loop, but not where most runs are.
+        assert used["STACK"] <= (0 if dtype == "bf16" and capability in (80, 90) else 8)
         assert used["LOOP"] == used["LOCAL"] == 0
         assert used["REG"] <= min(128, 2048 // warps)  # else the program does not fit on an SM
         by_16_bytes = width % 16 == 0 and (width > 128 or dtype == "fp32")  # where addresses allow

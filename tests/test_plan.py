@@ -52,7 +52,6 @@ PROFILED = "sequence level"  # compared with PyTorch's profiler too, which is sl
 # groups, or 10 + 2 * 23 = 56 tokens of one: then a run whose completions do not stop fills them as the planner does.
 CONFIGS = {
     PROFILED: dict(importance_sampling_level="sequence", max_tokens_per_micro_batch=306),
-    "reference on the host": BLOCK | dict(beta=0.04, reference="host", vocab_size=4080, max_tokens_per_micro_batch=102),
     "all on the host": BLOCK | LLAMA | dict(activation_offload=True, optimizer_device="host", grad_offload=True),
     "bfloat16": dict(max_tokens_per_micro_batch=306, n_layer=4, n_embd=192, **BF16),
     "entropy, importance, refilled": dict(
@@ -61,6 +60,7 @@ CONFIGS = {
 }
 # Other tests plan like these: of NF4, of a CUDA device.
 RARE = {
+    "reference on the host": BLOCK | dict(beta=0.04, reference="host", vocab_size=4080, max_tokens_per_micro_batch=102),
     "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=306, **LLAMA),
     "autocast": dict(dtype="bfloat16", n_embd=192, **LLAMA),
     "long rollouts": dict(batch_size=6, group_size=8, max_tokens_per_micro_batch=56, max_rollout_batch=24),

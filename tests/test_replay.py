@@ -28,7 +28,7 @@ STOPS = (3, 9)
 @compiles
 @pytest.mark.both
 def test_in_the_interpreter(request):
-    run_interpreted(__file__, 6, request)
+    run_interpreted(__file__, 4, request)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ CASES = {
 
 
 @interpreted
-@pytest.mark.parametrize("case", ["episodes", *map(long, list(CASES)[1:])])
+@pytest.mark.parametrize("case", [*map(long, list(CASES)[:-1]), "one row a prompt"])
 def test_replayed_steps_equal_the_naive_generator(case, device):
     shape, k, slots, adapters, options = CASES[case]
     model = model_of(shape, adapters)
@@ -92,7 +92,7 @@ def test_replayed_steps_equal_the_naive_generator(case, device):
 
 
 @interpreted
-@pytest.mark.parametrize("shape, in_nf4", [("gpt2", False), long("llama", True)])
+@pytest.mark.parametrize("shape, in_nf4", [long("gpt2", False), long("llama", True)])
 def test_replayed_steps_under_autocast_are_the_steps_as_they_are(shape, in_nf4, monkeypatch):
     """To the bit: the same ops in the same order. In NF4 by the kernel that reads 4 bits."""
     model, products, product = model_of(shape, True, in_nf4), [], lora.product
@@ -124,6 +124,7 @@ def test_a_recording_waits_for_nothing_and_empties_no_cache(device):
 
 
 @interpreted
+@pytest.mark.long
 def test_out_of_memory_during_a_recording_empties_the_cache_and_tries_again(device, capsys):
     device.failures = [FULL]
     sampled(model_of("gpt2"))
