@@ -312,7 +312,10 @@ def test_every_bench_is_here():
     assert programs == SMALLEST.keys() | {"logprobs", "sampling", "iteration", "gpu", "memory", "job"}
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in ("sizing", "steady", "episodes"))) for name in SMALLEST],
+)
 def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkeypatch, capsys):
     words = SMALLEST[name]
     if "MODEL" in words:

@@ -54,12 +54,12 @@ CONFIGS = {
     PROFILED: dict(importance_sampling_level="sequence", max_tokens_per_micro_batch=306),
     "all on the host": BLOCK | LLAMA | dict(activation_offload=True, optimizer_device="host", grad_offload=True),
     "bfloat16": dict(max_tokens_per_micro_batch=306, n_layer=4, n_embd=192, **BF16),
-    "entropy, importance, refilled": dict(
-        entropy_coef=0.01, importance_sampling_cap=2.0, max_num_gen_batches=3, max_tokens_per_micro_batch=306
-    ),
 }
 # Other tests plan like these: of NF4, of a CUDA device.
 RARE = {
+    "entropy, importance, refilled": dict(
+        entropy_coef=0.01, importance_sampling_cap=2.0, max_num_gen_batches=3, max_tokens_per_micro_batch=306
+    ),
     "reference on the host": BLOCK | dict(beta=0.04, reference="host", vocab_size=4080, max_tokens_per_micro_batch=102),
     "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=306, **LLAMA),
     "autocast": dict(dtype="bfloat16", n_embd=192, **LLAMA),
@@ -170,7 +170,7 @@ def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypat
 )
 def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatch):
     """To the byte, in every phase and component."""
-    prepared, settings = prepared_run(tmp_path, **CONFIGS[name] | dict(n_layer=5))
+    prepared, settings = prepared_run(tmp_path, **(CONFIGS | RARE)[name] | dict(n_layer=5))
     settings.device = "cuda"
     shallow = plan(dry_run(prepared), settings)
     monkeypatch.setattr(planning, "depths_of", lambda depth, period: [depth])
