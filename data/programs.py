@@ -4,16 +4,20 @@
     # {"passed": 1.0, "parsed": True, "ran": True, "error": ""}
 
 The program's process never sees the tests, and the tests' process never executes the program. Each call goes through
-this process as JSON: plain values only, which are numbers, text, booleans, None, lists, tuples, dicts and sets. So a
-program that patches `assert`, defines `__eq__`, prints a verdict or exits early gains nothing: all that it can do is
-to answer a call. Any other value that it returns becomes an object, which equals nothing.
+this process as JSON: plain values only, which are numbers, text, bytes, booleans, None, lists, tuples, dicts and sets.
+So a program that patches `assert`, defines `__eq__`, prints a verdict or exits early gains nothing: all that it can do
+is to answer a call. Any other value that it returns becomes an object, which equals nothing.
 
     the tests' process          this one            the program's process
     assert f((1, 2)) == 3   ->  ["f", ...]      ->  f((1, 2)) returns 3
                             <-  3               <-
 
+What the program raises arrives as the nearest of Python's own exceptions, with its args. A test fails, whatever it
+catches, if a call of it has no answer: the program has no such function, or a message is longer than a MiB of JSON or
+is none. If the program's process ends or is late, this test and all behind it fail, and those before it count.
+
 What a call changes in its arguments, and what it prints, the tests do not see.
-Left out: tests that pass functions, or look at classes. Tests: tests/test_code.py.
+Left out: tests that pass functions, or look at classes of the program. Tests: tests/test_code.py.
 """
 
 import ast
@@ -27,10 +31,10 @@ from contextlib import suppress
 from numbers import Integral, Real
 
 from snug.options import described
-from snug.sandbox import Result, Sandbox
+from snug.sandbox import LONGEST, Result, Sandbox
 
 MAX_ERROR = 300  # characters
-CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
 
 
 def judge(program: str, setup: str, names: Sequence[str], tests: Sequence[str], seconds: float) -> dict:
@@ -51,12 +55,21 @@ def judge(program: str, setup: str, names: Sequence[str], tests: Sequence[str], 
 
 
 def verdict_of(check, tell, message):
-    """Carry calls and answers between both conversations -> (share of tests passed, the first error)."""
+    """Carry calls and answers between both conversations -> (share of tests passed, the first error).
+
+    A lost process ends both, and the tests' process has no word in it: a test may catch all that is raised there.
+    """
+    passed = 0.0
     while True:
         value, error = said(check(message))
-        if not isinstance(value, list):  # it is no call
-            return value or 0.0, error
-        message = said(tell(value))
+        if value is None:  # the tests' process is lost
+            return passed, error
+        call, passed = value
+        if call is None:
+            return passed, error
+        message, lost = said(tell(call))
+        if lost:
+            return passed, error or lost
 
 
 def said(result: Result):
@@ -85,11 +98,17 @@ class Program:
             problem = described(error)[:MAX_ERROR]
         answer = json.dumps([parsed, problem])
         while True:
-            name, arguments, keywords = map(from_plain, ask(answer))
+            name, arguments, keywords = from_plain(ask(answer))
             try:
-                answer = json.dumps([to_plain(namespace[name](*arguments, **keywords)), None])
+                value, how = NameError(f"name {name!r} is not defined"), "unanswered"
+                if name in namespace:
+                    value, how = namespace[name](*arguments, **keywords), "returned"
             except BaseException as error:
-                answer = json.dumps([None, f"{type(error).__name__}: {error}"[:MAX_ERROR]])
+                value, how = error, "raised"
+            try:
+                answer = sent(value, how)
+            except BaseException as error:
+                answer = sent(RuntimeError(described(error)[:MAX_ERROR]), "unanswered")
 
 
 class Checker:
@@ -98,14 +117,35 @@ class Checker:
     def check(self, task, ask):
         setup, names, tests = task
         namespace = {"__name__": "tests"}
-        passed, first = 0, ""
+        passed, first, unanswered = 0, "", []
         counted = list(map(is_test, tests))
+
+        def remote(name):
+            def call(*arguments, **keywords):
+                unanswered.append(name)
+                message = sent([name, arguments, keywords], passed / sum(counted), first)
+                value, how = ask(message)
+                value = from_plain(value)
+                if how != "unanswered":
+                    unanswered.pop()
+                if how == "returned":
+                    return value
+                # In all(map(f, ...)) it would be the end, as if the others were true.
+                if isinstance(value, StopIteration) and "StopIteration" not in setup + test:
+                    raise RuntimeError("StopIteration")
+                raise value
+
+            return call
+
         try:
             exec(setup, namespace)
-            namespace |= {name: remote(name, ask) for name in names}
+            namespace |= {name: remote(name) for name in names}
             for test, counts in zip(tests, counted, strict=True):
                 try:
+                    unanswered.clear()
                     exec(test, namespace)
+                    if unanswered:  # and the test caught what was raised
+                        raise RuntimeError(f"no answer to a call of {unanswered[0]}")
                     passed += counts
                 except BaseException as error:
                     first = first or f"{described(error)} in {test}"[:MAX_ERROR]
@@ -114,31 +154,22 @@ class Checker:
                         break
         except BaseException as error:
             first = first or described(error)[:MAX_ERROR]
-        ask(json.dumps([passed / sum(counted), first]))
+        ask(sent(None, passed / sum(counted), first))
 
 
-def remote(name, ask):
-    """A function of the other process. Raises what it raised there, if that is one of Python's own exceptions."""
-
-    def call(*arguments, **keywords):
-        call = [to_plain(name), to_plain(arguments), to_plain(keywords)]
-        value, problem = ask(json.dumps([call, None]))
-        if problem is None:
-            return from_plain(value)
-        kind, _, text = problem.partition(": ")
-        kind = getattr(builtins, kind, None)
-        raises = isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration
-        raise kind(text) if raises else RuntimeError(problem)
-
-    return call
+def sent(value, mark, error=None):
+    """-> the message [[value, mark], error]. Raises an error if the value is nested too deeply or too long."""
+    text = json.dumps([[to_plain(value), mark], error])
+    if len(json.dumps(text)) > LONGEST - 99:  # as text in a message
+        raise ValueError(f"a value is longer than {LONGEST:,} bytes of JSON")
+    return text
 
 
 def is_test(statement: str):
     """Has it an assert that can fail, and is executed here? A function that has one is only defined."""
-    tree = ast.parse(statement)
-    if isinstance(tree.body[0], ast.FunctionDef | ast.ClassDef):
-        return False
-    asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    body = ast.parse(statement).body
+    done = [part for part in body if not isinstance(part, ast.FunctionDef | ast.ClassDef)]
+    asserts = [node for part in done for node in ast.walk(part) if isinstance(node, ast.Assert)]
     return any(not isinstance(node.test, ast.Constant) for node in asserts)
 
 
@@ -155,6 +186,9 @@ def to_plain(value):
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
             return {name: list(map(to_plain, value))}
+    if isinstance(value, BaseException):
+        own = (kind.__name__ for kind in type(value).__mro__ if kind.__module__ == "builtins")
+        return {"error": [next(own), to_plain(value.args)]}
     return {"object": []}
 
 
@@ -163,6 +197,9 @@ def from_plain(value):
     if not isinstance(value, dict | list):
         return value
     [(name, items)] = value.items()
+    if name == "error":
+        kind, arguments = getattr(builtins, items[0]), from_plain(items[1])
+        return kind(*arguments) if issubclass(kind, BaseException) else object()
     if name == "dict":
         return {from_plain(key): from_plain(item) for key, item in items}
     return CONTAINERS[name](map(from_plain, items)) if name != "object" else object()

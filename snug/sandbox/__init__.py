@@ -1,6 +1,6 @@
 """Run a function on untrusted text, such as code that a model wrote, in confined processes.
 
-Names for others: Sandbox, Result, SandboxError, LAYERS. Left out: what a target does with the text; Windows.
+Names for others: Sandbox, Result, SandboxError, LAYERS, LONGEST. Left out: what a target does with the text; Windows.
 
     class Calculator:                                   # in calculator.py
         def evaluate(self, text):
@@ -58,7 +58,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from snug.sandbox import linux
-from snug.sandbox.channel import Channel, Lost, SandboxError
+from snug.sandbox.channel import LONGEST, Channel, Lost, SandboxError
 
 LAYERS = ("user", "limits", "audit", "landlock", "seccomp")
 note = cache(partial(print, file=sys.stderr))  # each text once in this process

@@ -6,6 +6,8 @@ from contextlib import suppress
 
 from snug.options import SnugError
 
+LONGEST = 2**20  # bytes of a worker's message
+
 
 class SandboxError(SnugError):
     """The sandbox cannot do what this process wants. One line."""

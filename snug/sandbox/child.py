@@ -16,10 +16,8 @@ from contextlib import suppress
 from functools import partial
 
 from snug.options import described
-from snug.sandbox.channel import Channel, Lost
+from snug.sandbox.channel import LONGEST, Channel, Lost
 from snug.sandbox.confine import EXECUTED, PIPE, Confinement, die_with
-
-LONGEST = 2**20  # bytes of a result
 
 
 def keep(file, parent):
