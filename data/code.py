@@ -8,8 +8,9 @@
 
 MBPP's sanitized rows have prompt for text. A prompt that is the beginning of a program is that of a base model, and
 with chat it stands in a code block behind an instruction. Any other prompt stays as it is. A completion's program is
-the last code block that defines the function, or the last block, or the whole text; without chat, behind a prompt of
-code, it ends at HumanEval's stop sequences, unless it begins with a block.
+the last code block that parses and defines the function at its top level, or the last block, or the whole text; other
+blocks come before it if they define or import what it needs. Without chat, behind a prompt of code, it ends at
+HumanEval's stop sequences, unless it begins with a block.
 The program is executed, behind the prompt's code. programs.py says what it can do and see there: no tests.
 
 A demonstration is canonical_solution, or MBPP's code. samples.jsonl says of each completion whether its program
@@ -22,8 +23,10 @@ Tests: tests/test_code.py.
 import ast
 import builtins
 import re
-from contextlib import suppress
+import warnings
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from symtable import symtable
 from textwrap import dedent
 
 from data.programs import POOL, is_test, judge, missing_layers
@@ -36,10 +39,32 @@ INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
     "code block:"
 )
-BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+# Python's strings and comments, in which no block ends.
+WHOLE = (
+    r'"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|#[^\n]*|'
+    r"'''(?:\\.|[^\\])*?'''|'(?:\\.|[^'\\\n])*'"
+)
+# Blocks that end at any fence, and blocks that end at a fence alone on its line, outside of strings.
+BLOCKS = [
+    re.compile(text, re.MULTILINE | re.DOTALL)
+    for text in (
+        r"(?<![`~])(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)",
+        rf"(?<!\S)(`{{3,}}|~{{3,}})[ \t]*[\w+.-]*\s*?\n((?:{WHOLE}|.)*?)(?:^[ \t]*\1\s*?$|\Z)",
+    )
+]
 # Where the function is over: HumanEval's stop sequences (Chen et al. 2021).
 NEXT = re.compile(r"\n(?:class|def|#|if|print|@|```)")
 MAX_PROGRAM = 50_000  # characters
+
+
+@contextmanager
+def compiling():
+    """Python warns of nothing in code of others, and what is nested too deeply raises ValueError."""
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            yield
+        except (RecursionError, MemoryError):
+            raise ValueError("its code is nested too deeply for Python; make it shorter") from None
 
 
 @dataclass
@@ -64,6 +89,7 @@ class Code(FileTask):
         if not demonstrations and not settings.unconfined:
             refuse_unconfined()
 
+    @compiling()
     def row_of(self, value):
         """-> what a file has, and prompt; head: its code; solution; names, setup, tests: of `judge`."""
         names, text = [], ""
@@ -76,22 +102,24 @@ class Code(FileTask):
                 "prompt": str(text),
                 "test_list": [str(first), *_] as tests,
             }:
-                setup = value.get("test_setup_code") or "\n".join(value.get("test_imports", []))
+                setup = of(value, "test_setup_code") or "\n".join(of(value, "test_imports", list))
                 prompt = f'"""\n{text}\n{first}\n"""\n'
             case {"prompt": str(prompt), "tests": [str(_), *_] as tests}:
-                setup = value.get("setup", "")
+                setup = of(value, "setup")
             case _:
                 own = '{"prompt": text, "tests": ["assert f(1) == 2"]}'
                 raise ValueError(f"must be a row of HumanEval, of MBPP or {own}, not {value!r:.60}")
         head = prompt if functions(prompt) else ""
-        names = names or functions(head)[-1:] or called("\n".join([setup, *tests]))
+        names = names or functions(head)[-1:] or sorted(names_in("\n".join([setup, *tests]))[2])
+        setup = f"{whole(head)}\n{setup}"
+        for code in (setup, *tests):
+            compile(code, "the row's code", "exec")
         if not names or not any(map(is_test, tests)):
             raise ValueError("its tests call no function, or have no assert")
         if (head or text) and self.settings.chat:
             prompt = f"{INSTRUCTION}\n```python\n{prompt.strip()}\n```"
-        setup = f"{whole(head)}\n{setup}"
         row = value | dict(prompt=prompt, head=head, setup=setup, names=names, tests=tests)
-        return row | dict(solution=value.get("canonical_solution") or value.get("code", ""))
+        return row | dict(solution=of(value, "canonical_solution") or of(value, "code"))
 
     def demonstration(self, row, rng):
         if self.settings.chat:
@@ -100,15 +128,18 @@ class Code(FileTask):
 
     def program(self, completion: str, head: str, names: list[str]) -> str:
         text = completion[:MAX_PROGRAM]
-        if head and not self.settings.chat and not text.lstrip().startswith("```"):
+        if head and not self.settings.chat and not text.lstrip().startswith(("```", "~~~")):
             return head + NEXT.split(text)[0]
-        blocks = BLOCK.findall(text)
-        ours = [
-            dedent(block)  # in a list it is indented
-            for block in blocks
-            if any(f"def {name}(" in block for name in names)
-        ]
-        return f"{whole(head)}\n{[text, *blocks, *ours][-1]}"
+        blocks = [found[2] for kind in BLOCKS for found in kind.finditer(text)]
+        parts = [(code, *names_in(code)) for code in map(dedent, blocks)]  # in a list it is indented
+        bodies = [block for block in blocks if head and block[:1].isspace()]
+        ours = [code for code, made, _, _ in parts if made & {*names}]
+        program = f"{whole(head)}\n{[text, *blocks, *bodies, *ours][-1]}"
+        _, given, missing = names_in(program)
+        for code, _, gives, needs in reversed(parts):
+            if gives & (missing | {*names}) - given:
+                program, given, missing = f"{code}\n{program}", given | gives, missing | needs
+        return program
 
     def rewards(self, prompts, completions, log_extra=None, **columns):
         """The share of its tests that each completion passes; with code_reward=all 1.0 or 0.0. With chat 0.0 for one
@@ -155,20 +186,34 @@ def whole(code: str) -> str:
 def opened(test: str) -> tuple[str, str, list[str]]:
     """HumanEval's test -> (what stands around its function check, check's argument, its statements)."""
     module = ast.parse(test)
-    checks = [node for node in module.body if getattr(node, "name", "") == "check"]
-    if not checks:
-        raise ValueError("its test has no function check(candidate)")
-    module.body.remove(checks[0])
-    argument = checks[0].args.args[0].arg
-    statements = list(map(ast.unparse, checks[0].body))
-    return ast.unparse(module), argument, statements
+    for node in module.body:
+        match node:
+            case ast.FunctionDef("check", ast.arguments(args=[ast.arg(argument)]), body):
+                module.body.remove(node)
+                return ast.unparse(module), argument, list(map(ast.unparse, body))
+    raise ValueError("its test has no function check(candidate)")
 
 
-def called(code: str) -> list[str]:
-    """The functions that code calls and that neither Python nor the code itself has."""
-    nodes = list(ast.walk(ast.parse(code)))
-    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
-    names = {function.id for function in calls if isinstance(function, ast.Name)}
-    made = {getattr(node, field, "") for node in nodes for field in ("name", "asname")}
-    made |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return sorted(names - made - {*dir(builtins)})
+def of(row, column: str, kind=str):
+    """What a row has in a column, or an empty one. Raises ValueError if it is of another kind."""
+    value = row.get(column) or kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"{column} must be {'a list' if kind is list else 'text'}, not {value!r:.60}")
+    return value
+
+
+def names_in(code: str) -> tuple[set, set, set]:
+    """-> names that code defines at its top level, these and what it imports there, and what it lacks.
+
+    Python's own names are not lacking. All are empty if the code does not parse.
+    """
+    with suppress(SyntaxError, ValueError), compiling():
+        tables = [symtable(code, "program", "exec")]
+        top = tables[0].get_symbols()
+        made = {symbol.get_name() for symbol in top if symbol.is_assigned()}
+        given = made | {symbol.get_name() for symbol in top if symbol.is_imported()}
+        for table in tables:
+            tables += table.get_children()
+        used = {each.get_name() for table in tables for each in table.get_symbols() if each.is_global()}
+        return made, given, used - given - {*dir(builtins)}
+    return set(), set(), set()

@@ -4,15 +4,17 @@ import gzip
 import json
 import os
 import signal
+import sys
+import warnings
 from pathlib import Path
-from textwrap import indent
 
 import pytest
+from answers import BAD, BODIES, GOOD, RIGHT, WRONG
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data import code, make_task, programs
-from data.code import called
+from data.code import names_in
 from data.programs import POOL, from_plain, judge, to_plain
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError
@@ -96,28 +98,43 @@ def test_humaneval_counts_the_asserts_that_can_fail(tmp_path):
     assert rewards(task_of(task.file, code_reward="all"), row, bodies)[0] == [1, 0, 0, 0]
 
 
-GOOD, BAD = f"def f(x):\n{BODY}", "def f(x):\n    return 0\n"
+SIGNATURE = dict(prompt="def f(x):\n", tests=OWN["tests"][:1] + IN_WORDS["tests"][1:])
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        GOOD,
-        f"Here:\n```python\n{GOOD}```\nThat is all.",
-        f"```\n{BAD}```\nNo:\n```py\n{GOOD}```",
-        f"```python\n{GOOD}```\nFor example:\n```python\nprint(f(1))\n```",
-        f"```python\n{GOOD}",  # cut off
-        f"Sure: ```python\n{GOOD}```",
-        f"1. So:\n   ```python\n{indent(GOOD, '   ')}   ```",
-        f"  ```python\n{BODY}  ```",  # the body alone, behind the prompt's signature
-        f"```python\n{GOOD}\nif __name__ == '__main__':\n    f()\n```",
-    ],
-)
-def test_the_program_of_an_answer(tmp_path, completion):
-    task = task_of(written(tmp_path, [OWN]), chat=True)
+def right(program):
+    """Is it, executed here?"""
+    namespace = {"__name__": "program"}
+    try:
+        exec(program, namespace)
+        return namespace["f"](1) == 2 and namespace["f"](4) == 5
+    except (Exception, MemoryError):
+        return False
+
+
+@pytest.mark.parametrize("row", [OWN, IN_WORDS, SIGNATURE], ids=["own", "in_words", "signature"])
+def test_the_program_of_an_answer(tmp_path, row):
+    """tests/answers.py has 55 right ones, and what no program of an answer may become."""
+    task = task_of(written(tmp_path, [row]), chat=True)
     [row] = task.prompts("train", [0])
-    wrong = completion.replace("x + 1", "x + 3")
-    assert rewards(task, row, [completion, wrong, [dict(role="assistant", content=completion)]])[0] == [1, 0, 1]
+    answers = RIGHT | (BODIES if row["head"] else {})
+    if sys.version_info < (3, 12):
+        del (answers := dict(answers))["a parameter of types"]
+    assert len(answers) >= 50
+    with warnings.catch_warnings(action="error"):
+        programs = {name: task.program(text, row["head"], row["names"]) for name, text in (answers | WRONG).items()}
+    with warnings.catch_warnings(action="ignore"):
+        assert {name for name, program in programs.items() if not right(program)} == WRONG.keys()
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
+def test_the_reward_of_an_answer(tmp_path, every):
+    task = task_of(written(tmp_path, [IN_WORDS]), chat=True)
+    [row] = task.prompts("train", [0])
+    names = [name for name in RIGHT if name != "a parameter of types"][::every]
+    completions = [RIGHT[name] for name in names]
+    completions.append([dict(role="assistant", content=completions[0])])
+    wrong = list(WRONG.values())[::every]
+    assert rewards(task, row, completions + wrong)[0] == [1] * len(completions) + [0] * len(wrong)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +169,12 @@ def test_what_tests_call_is_what_nobody_defines():
     setup = (
         "from math import isclose as near\ndef helper(x): return x\nclass Box: pass\nsame = near\nsame(1, near(2, 3))"
     )
-    assert called(f"{setup}\nassert near(area(helper(1)), sum([width(Box())]))") == ["area", "width"]
+    setup += "\ndef same(g, x): return g(x) == x"
+    code = f"{setup}\nassert near(area(helper(1)), sum([width(Box())])) and same(id_of, 2) and max(map(mine, [1]))"
+    assert names_in(code)[2] == {"area", "width", "id_of", "mine"}
+
+
+SIGNS = "-" * 3000
 
 
 @pytest.mark.parametrize(
@@ -166,12 +188,62 @@ def test_what_tests_call_is_what_nobody_defines():
         (IN_WORDS | dict(tests=["assert f(1) == 2", 5]), "expected str"),
         (HUMAN_EVAL | dict(test="def test(): pass"), "has no function check"),
         (HUMAN_EVAL | dict(test="def check("), "was never closed"),
+        (HUMAN_EVAL | dict(test="def check():\n    assert f(1) == 2"), r"has no function check\(candidate\)"),
+        (HUMAN_EVAL | dict(test="class check:\n    assert f(1) == 2"), "has no function check"),
+        (HUMAN_EVAL | dict(test="def check(f, more=1):\n    assert f(1) == 2"), "has no function check"),
+        (HUMAN_EVAL | dict(test="def check(f):\n    assert f(1) == 2\n    return"), "'return' outside function"),
+        (HUMAN_EVAL | dict(test=f"def check(f):\n    assert {SIGNS}f(1)"), "nested too deeply"),
+        (OWN | dict(tests=["# basic", "", "\n"]), "have no assert"),
+        (OWN | dict(tests=["assert f(1) == 2", f"assert {SIGNS}f(1)"]), "nested too deeply"),
+        (OWN | dict(tests=["assert f(1) == 2", f"assert {SIGNS * 30}f(1)"]), "nested too deeply"),
+        (OWN | dict(prompt=f"def f(x=-{SIGNS}1):\n"), "nested too deeply"),
+        (OWN | dict(prompt=f"def f(x=-{SIGNS * 30}1):\n"), "nested too deeply"),
+        (OWN | dict(setup=f"y = {SIGNS}1"), "nested too deeply"),
+        (OWN | dict(setup="import"), "invalid syntax"),
+        (OWN | dict(setup=["import math"]), r"setup must be text, not \['import math'\]"),
+        (OWN | dict(tests="assert f(1) == 2"), "must be a row"),
+        (OWN | dict(canonical_solution=["a"]), "canonical_solution must be text"),
+        (MBPP | dict(code=["a"]), "code must be text"),
+        (MBPP | dict(test_list="assert f(1) == 2"), "must be a row"),
+        (MBPP | dict(test_setup_code=["import math"]), "test_setup_code must be text"),
+        (MBPP | dict(test_setup_code="", test_imports="import math"), "test_imports must be a list, not 'import math'"),
+        (MBPP | dict(test_setup_code="", test_imports=[1]), "expected str"),
     ],
 )
 def test_rows_that_are_refused(tmp_path, row, problem):
     with pytest.raises(SnugError, match=problem) as error:
         task_of(written(tmp_path, [OWN, row]))
-    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl:2: ")
+    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl:2: ") and "\n" not in str(error.value)
+
+
+def test_a_comment_is_no_test_and_a_definition_before_an_assert_is_one(tmp_path):
+    tests = ["# basic", "assert f(1) == 2", "", "def two(): return 2\nassert f(1) == two()", "assert f(2) == 3"]
+    task = task_of(written(tmp_path, [OWN | dict(tests=tests, setup=None)]))
+    [row] = task.prompts("train", [0])
+    assert rewards(task, row, [BODY, "    return 2\n", "    return 3\n"])[0] == [1, 2 / 3, 1 / 3]
+
+
+def test_a_row_has_its_setup_and_its_tests_may_call_two_functions(tmp_path):
+    """As they may be given to others, or called by a function of setup."""
+    tests = ["assert all(map(f, [1, 2])) and half(4) == TWO", "assert called(g) == {3: 4}"]
+    setup = "TWO = 2\ndef half(x): return x // TWO\ndef called(function): return function(x=3)"
+    task = task_of(written(tmp_path, [dict(prompt="Write f and g.", tests=tests, setup=setup)]), chat=True)
+    [row] = task.prompts("train", [0])
+    g = "def g(y=0, *, x):\n    return {x: f(x)}\n"
+    assert row["names"] == ["f", "g"]
+    programs = [f"{GOOD}\n{g}", f"{g}```\n```\n{GOOD}", GOOD, f"{GOOD}```\n```\nf({{}})\n"]
+    assert rewards(task, row, [f"```\n{each}```" for each in programs])[0] == [1, 1, 1 / 2, 1 / 2]
+
+
+@pytest.mark.parametrize("kind, right", [("share", [1, 1 / 2, 0, 0]), ("all", [1, 0, 0, 0])])
+def test_what_was_cut_off_earns_nothing_with_chat(tmp_path, kind, right):
+    """Whatever counts. Without chat the end of the function is the end."""
+    half = f"{GOOD}".replace("1", "x // 1")
+    for chat, expected in {True: right, False: right[:2] * 2}.items():
+        task = task_of(written(tmp_path, [IN_WORDS]), chat=chat, code_reward=kind)
+        [row] = task.prompts("train", [0])
+        columns = {name: [row[name]] * 4 for name in row if name != "prompt"}
+        assert task.rewards([""] * 4, [GOOD, half] * 2, stopped=[True, True, False, False], **columns) == expected
 
 
 def test_sft_needs_solutions_and_a_packed_file_is_read(tmp_path):
@@ -220,7 +292,9 @@ def test_plain_values_arrive_as_they_are(value):
 def test_other_values_equal_nothing():
     arrived = [from_plain(to_plain(value)) for value in (iter([1]), to_plain, 1j, range(3))]
     assert {type(value) for value in arrived} == {object}
-    for forged in ([1], {"list": 1}, {"tuple": [], "list": []}, {"eval": ["1"]}, {}, {"set": [{"list": []}]}):
+    errors = [{"error": [name, {"tuple": ["1"]}]} for name in ("exec", "int", "missing", 5)]
+    assert type(from_plain(errors.pop(1))) is object
+    for forged in ([1], {"list": 1}, {"tuple": [], "list": []}, {"eval": ["1"]}, {}, {"set": [{"list": []}]}, *errors):
         with pytest.raises((AttributeError, TypeError, ValueError, KeyError)):
             from_plain(forged)
 
@@ -250,9 +324,116 @@ def test_errors_arrive_under_their_names():
         "def f(x, y=0):\n    if x < 0: raise ValueError('is negative')\n    raise type('Own', (Exception,), {})('mine')"
     )
     caught = "try:\n    f({})\nexcept {}:\n    assert f is not None\nelse:\n    assert f is None"
-    assert judged(program, [caught.format("-1", "ValueError"), caught.format("1, y=2", "RuntimeError")])["passed"] == 1
-    assert judged(program)["error"] == "RuntimeError: Own: mine in assert f(1) == 2"
+    assert judged(program, [caught.format("-1", "ValueError"), caught.format("1, y=2", "Exception")])["passed"] == 1
+    assert judged(program)["error"] == "Exception: mine in assert f(1) == 2"
     assert judged("def f(x): return missing")["error"].startswith("NameError: name 'missing' is not defined in assert")
+
+
+def caught(kind, call="f(-1)", then="True"):
+    """A test that expects an error."""
+    return f"try:\n    {call}\n    ok = False\nexcept {kind} as error:\n    ok = {then}\nassert ok"
+
+
+EXPECTING = [caught("BaseException"), caught("Exception"), caught("RuntimeError"), caught("(NameError, ValueError)")]
+EXPECTING.append("try:\n    f(-1)\n    ok = False\nexcept:\n    ok = True\nassert ok")
+EXPECTING.append("import contextlib\nwith contextlib.suppress(BaseException):\n    f(-1)\nassert True is not f")
+
+
+FIRST = "import os\ndef f(x):\n    if x > 0: return x + 1\n"
+ENDS = {  # -> the share that passes of three tests, of which the second expects an error
+    "os._exit(0)": 1 / 3,
+    "return 10**5000": 2 / 3,
+    "os.write(3, b'no JSON\\n')": 1 / 3,
+    "os.write(3, b'[[1], null]\\n')": 1 / 3,
+    """os.write(3, b'["[null, 5]", ""]\\n')""": 1 / 3,
+    "return 'x' * 2**20": 2 / 3,
+    "return {(1,) * 2**19}": 2 / 3,
+    "y = []; y.append(y); return y": 2 / 3,
+    "raise ValueError('x' * 2**20)": 2 / 3,
+}
+
+
+@pytest.mark.parametrize("test", EXPECTING)
+def test_a_test_that_expects_an_error_is_not_passed_by_what_is_no_answer(test):
+    """Those before it count. Behind a lost program none does, behind another failure others do."""
+    tests = ["assert f(1) == 2", test, "assert f(2) == 3"]
+    ends = ENDS if test == EXPECTING[0] else dict(list(ENDS.items())[:2])
+    assert {end: judged(f"{FIRST}    {end}", tests)["passed"] for end in ends} == ends
+    expected = (2 + ("RuntimeError" not in test)) / 3
+    assert judged(f"{FIRST}    raise ValueError", tests)["passed"] == expected
+
+
+def test_an_endless_call_ends_the_tests():
+    tests = ["assert f(1) == 2", EXPECTING[0], "assert f(2) == 3"]
+    verdict = judged(f"{FIRST}    while True: pass", tests, 2.0)
+    assert verdict["passed"] == 1 / 3 and verdict["error"] == "took longer than 2 seconds"
+
+
+def test_a_missing_function_is_a_name_error_that_no_test_gets_around():
+    other = "def g(x): return x + 1"
+    names = ["f", "g"]
+    tests = ["assert g(1) == 2", caught("KeyError"), caught("NameError"), "assert g(2) == 3"]
+    verdict = judge(other, "", names, tests, 5.0)
+    assert verdict["passed"] == 1 / 2
+    assert verdict["error"].startswith("NameError: name 'f' is not defined in try:")
+
+
+def test_too_long_an_argument_costs_one_test():
+    long = [f"assert f({text}) == 1" for text in ("['x' * 2**20]", "'\\0' * 2**18", "list(range(2**18))")]
+    program = "def f(x): return len(x) if isinstance(x, str) else x[0] if x[0] == 'x' else 1"
+    verdict = judged(
+        program, ["assert f('a') == 1", *long, "assert len('x' * f('xx')) == 2", caught("IndexError", "f([])")]
+    )
+    assert verdict["passed"] == 3 / 6
+    assert verdict["error"].startswith("ValueError: a value is longer than 1,048,576 bytes of JSON in assert f(['x'")
+    assert (
+        judged("def f(x): return x", ["assert f('x' * 10**6) == 'x' * 10**6", "assert f(b'ab') == b'ab'"])["passed"]
+        == 1
+    )
+
+
+ERRORS = {
+    "return {}[3]": caught("KeyError", then="error.args == (3,)"),
+    "return next(iter([]))": caught("StopIteration", then="error.value is None"),
+    "return next((y for y in ()), None).x": caught("AttributeError"),
+    r"return b'a\xff'.decode()": caught("UnicodeDecodeError", then=r"(error.start, error.object) == (1, b'a\xff')"),
+    "return '\u00e9'.encode('ascii')": caught("UnicodeEncodeError", then="error.encoding == 'ascii'"),
+    "raise OSError(2, 'gone', 'a')": caught("FileNotFoundError", then="(error.errno, error.strerror) == (2, 'gone')"),
+    "raise ValueError": caught("ValueError", then="error.args == ()"),
+    "raise ValueError(1, (2, {3: 'x'}))": caught("ValueError", then="error.args == (1, (2, {3: 'x'}))"),
+    "raise ValueError('a: b')": caught("ValueError", then="str(error) == 'a: b'"),
+    "exit(3)": caught("SystemExit", then="error.code == 3"),
+    "raise KeyboardInterrupt": caught("KeyboardInterrupt"),
+    "raise ExceptionGroup('two', [KeyError(5), Own(6)])": caught(
+        "ExceptionGroup", then="[part.args for part in error.exceptions] == [(5,), (6,)]"
+    ),
+    "raise Own('mine')": caught("LookupError", then="type(error) is KeyError and error.args == ('mine',)"),
+    "import json; json.loads('{')": caught("ValueError", then="'line 1' in str(error)"),
+    "return 1 / 0": caught("ArithmeticError", then="type(error) is ZeroDivisionError"),
+    "raise ValueError(object)": caught("ValueError", then="error.args[0] != object"),
+}
+
+
+def test_errors_arrive_with_their_classes_and_arguments():
+    lines = [f"    if x == {i}: {line}\n" for i, line in enumerate(ERRORS)]
+    program = f"class Own(KeyError): pass\ndef f(x):\n{''.join(lines)}"
+    tests = [test.replace("f(-1)", f"f({i})") for i, test in enumerate(ERRORS.values())]
+    verdict = judged(program, tests)
+    assert verdict["error"] == "" and verdict["passed"] == 1
+
+
+def test_a_stop_iteration_ends_no_loop_of_a_test():
+    program = "def f(x): raise StopIteration"
+    assert judged(program, ["assert all(map(f, [1, 2]))", "assert list(map(f, [1])) == []"])["passed"] == 0
+    helper = "def stops(function):\n    try:\n        function(1)\n    except StopIteration:\n        return True"
+    assert judge(program, helper, ["f"], ["assert stops(f)"], 5.0)["passed"] == 1
+
+
+def test_a_lost_process_of_tests_keeps_what_was_passed():
+    tests = ["assert f(1) == 2", "while f(1): pass\nassert f(3) == 4"]
+    assert judged(GOOD, tests, 1.0)["passed"] == 1 / 2
+    tests = ["assert f(1) == 2", "f(1); import os; os._exit(0); assert f(3) == 4"]
+    assert judged(GOOD, tests)["passed"] == 1 / 2
 
 
 def test_a_killed_process_costs_one_verdict():
