@@ -565,6 +565,16 @@ MUTANTS = [
     ("NF4: FP4 is the default nobody wrote", "snug/pretrained/shapes.py", '{"bnb_4bit_quant_type": "fp4"} | quantization', "quantization", "test_nf4.py"),
     ("model: norms' epsilon is the default", "snug/pretrained/families.toml", 'norm_eps = "rms_norm_eps"', 'norm_eps = "no_such_eps"', "test_pretrained.py"),
     ("model: a window is not read", "snug/pretrained/shapes.py", 'shape["sliding_window"] = c.get("sliding_window", int)', "pass", "test_pretrained.py"),
+    # snug/pretrained/shapes.py
+    ("export: another shape is written in silence", "snug/pretrained/shapes.py", "    if other := [", "    if False and [", "test_families.py"),
+    ("export: windows are those of the class", "snug/pretrained/shapes.py", 'if "full_every" in may_have:\n        config["layer', 'if c.full_every:\n        config["layer', "test_families.py"),
+    ("export: a window that is none is left out", "snug/pretrained/shapes.py", 'if "sliding_window" in may_have:\n        config', "if c.sliding_window:\n        config", "test_families.py"),
+    ("export: OLMo 3's base of windows is the class's", "snug/pretrained/shapes.py", 'sliding_attention=sliding)', 'sliding_attention=plain)', "test_families.py"),
+    ("export: the second of two properties is not named", "snug/pretrained/shapes.py", "{', '.join(other):.300}", "{other[0]}", "test_families.py"),
+    ("export: a GPT-2 without biases is refused", "snug/pretrained/shapes.py", '(("bias", "rope", "rotary") if gpt2 else ())', '()', "test_pretrained.py test_families.py"),
+    ("export: a period longer than the model is another shape", "snug/pretrained/shapes.py", '("vocab", "full_every", *', '("vocab", *', "test_families.py"),
+    ("export: a base that no layer has is another shape", "snug/pretrained/shapes.py", 'result["rope_sliding_theta"] = 0', "pass", "test_families.py"),
+    ("export: the second layer's window", "snug/pretrained/shapes.py", "sliding_window=[c.window(i) for i in layers], nope", "sliding_window=c.window(0), nope", "test_families.py"),
     # snug/pretrained/tensors.py
     ("NF4: q, k and v at the same rows", "snug/pretrained/tensors.py", "ours.copy_(value, entry.start)", "ours.copy_(value, 0)", "test_nf4.py"),
     ("NF4: GPT-2's matrices lie down", "snug/pretrained/tensors.py", "value = value.t() if entry.transposed else value\n            if isinstance", "if isinstance", "test_nf4.py test_pretrained.py"),

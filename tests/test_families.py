@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import warnings
 from contextlib import nullcontext
 
@@ -26,6 +27,7 @@ from settings import GRPOSettings
 from snug import lora
 from snug.kernels.rotary import rotary_table
 from snug.memory.plan import MIB, plan
+from snug.options import SnugError
 from snug.pretrained.adapters import find_base, is_target, save_adapters
 from snug.pretrained.shapes import family_of, read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
@@ -197,6 +199,64 @@ def test_an_export_is_the_folder_again(pair, tmp_path):
         assert torch.equal(again(tokens_of(2, 100)).logits, theirs(tokens_of(2, 100)).logits)
     assert again.config.model_type == theirs.config.model_type
     assert read_shape(tmp_path / "out") == read_shape(folder)
+
+
+WRITTEN = {  # a case, what changes: the properties that are named, or none
+    "gemma3 without a window": ("gemma3", dict(sliding_window=0, full_every=0), ""),
+    "gemma3, all layers slide": ("gemma3", dict(full_every=0), ""),
+    "gemma3, every third is full": ("gemma3", dict(full_every=3), ""),
+    "gemma3, a period longer than the model": ("gemma3", dict(full_every=9), ""),
+    "gemma3, embeddings as they are": ("gemma3", dict(embedding_scale=1.0), "embedding_scale=1.0"),
+    "gemma3, another width": ("gemma3", dict(n_embd=64), "embedding_scale=5.65"),
+    "gemma3, an odd scale of queries": ("gemma3", dict(query_scale=0.7), "query_scale=0.7"),
+    "gemma3, one base": ("gemma3", dict(rope_sliding_theta=0.0), "nope_every=['rotary', 'rotary',"),
+    "olmo3, all layers slide": ("olmo3", dict(full_every=0), ""),
+    "olmo3, other bases": ("olmo3", dict(rope_theta=2e3, rope_sliding_theta=3e2), ""),
+    "olmo3 without a window": ("olmo3", dict(sliding_window=0, full_every=0, rope_sliding_theta=0.0), ""),
+    "olmo2 with a window": ("olmo2", dict(sliding_window=5), "nope_every=['rotary', 'rotary', 'rotary', 'rotary']"),
+    "olmo2 with a window and its base": ("olmo2", dict(sliding_window=5, rope_sliding_theta=1e4), ""),
+    "linear positions with a factor of attention": (
+        "mistral sliding",
+        dict(rope_factor=2.0, rope_attention_factor=1.5),
+        "rope_attention_factor=1.5",
+    ),
+    "smollm3, every second": ("smollm3", dict(nope_every=2), ""),
+    "smollm3, none": ("smollm3", dict(nope_every=9), ""),
+    "gpt2 with a window": ("gpt2", dict(sliding_window=5), "sliding_window=[5, 5]"),
+    "gpt2 with two": ("gpt2", dict(embedding_scale=2.0, query_scale=0.5), "embedding_scale=2.0, query_scale=0.5"),
+    "gpt2 with a norm behind": ("gpt2", dict(post_norm=True), "post_norm=True"),
+    "gpt2 without biases": ("gpt2", dict(bias=False, qkv_bias=True, rope_theta=5.0, rotary_fraction=0.5), ""),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_is_the_shape_or_is_refused_by_name(name, tmp_path):
+    """transformers' model of the new folder has our logits."""
+    case, changes, said = WRITTEN[name]
+    shape = dict(vocab_size=97, block_size=256, n_layer=2, n_head=4, n_embd=32, bias=True)
+    if case != "gpt2":
+        their_model(case).config.save_pretrained(tmp_path / "in")
+        shape = read_shape(tmp_path / "in")
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**shape | changes))
+    if said:
+        with pytest.raises(SnugError, match="the nearest architecture, cannot have " + re.escape(said)) as error:
+            save_pretrained(model, tmp_path / "out")
+        assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+        return
+    save_pretrained(model, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    with torch.no_grad():
+        ours, expected = model.logits(model(tokens_of(2, 60))), theirs(tokens_of(2, 60)).logits
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_export_says_what_classes_would_assume(tmp_path):
+    """transformers' classes have windows of their own where a file says nothing."""
+    their_model("phi3 sliding").save_pretrained(tmp_path / "in")
+    save_pretrained(GPT(GPTConfig(**read_shape(tmp_path / "in") | dict(sliding_window=0))), tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["sliding_window"] is None and "layer_types" not in config
 
 
 def with_eyes():
@@ -499,6 +559,8 @@ def test_a_run_takes_what_was_planned(pair, options, tmp_path, monkeypatch):
     never_stop(monkeypatch)
     config = GPT.from_pretrained(pair[1]).config
     config = dataclasses.replace(config, vocab_size=257, n_vocab=257, n_embd=128, n_hidden=256)
+    if config.embedding_scale != 1:
+        config = dataclasses.replace(config, embedding_scale=128**0.5)
     if config.sliding_window:
         config = dataclasses.replace(config, sliding_window=8)
     if config.full_every:  # the plan runs 3 and 5 blocks

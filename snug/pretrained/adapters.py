@@ -85,9 +85,7 @@ def check_tensors(file: Path, config: dict, base: Path, rank: int):
                     raise SnugError(f"{name} has {found}; needed are {TYPES} and {size}")
     surplus += theirs.values()
     if missing or surplus:
-        raise SnugError(
-            f"missing {len(missing)} {missing[:2]}, surplus {len(surplus)} {surplus[:2]}"
-        )
+        raise SnugError(f"missing {len(missing)} {missing[:2]}, surplus {len(surplus)} {surplus[:2]}")
 
 
 def family_and_eyes(base: Path):

@@ -194,37 +194,64 @@ def config_of(c, dtype: str):
     config |= {theirs: getattr(c, ours) for ours, theirs in table.items()}
     config["vocab_size"] = c.n_vocab
     if family == "gpt2":
-        return config | dict(activation_function="gelu_new")
-    config["pad_token_id"] = None  # transformers' own may be no token of this model
+        config["activation_function"] = "gelu_new"
+    else:
+        config |= llama_config(c, FAMILIES[family].get("may_have", ())) | rope_config(c)
+    again = behaviour(GPTConfig(**shape_of(Fields(json.loads(json.dumps(config)), family))))
+    if other := [f"{k}={v}" for k, v in behaviour(c).items() if v != again[k]]:
+        raise SnugError(f"a {family}, the nearest architecture, cannot have {', '.join(other):.300}")
+    return config
+
+
+def llama_config(c, may_have) -> dict:
+    config = dict(pad_token_id=None)  # transformers' own may be no token of this model
     layers = range(c.n_layer)
     if c.mlp == "geglu":
         config["hidden_activation"] = "gelu_pytorch_tanh"
         config["query_pre_attn_scalar"] = round(c.head_size / c.query_scale**2)
     else:
         config["hidden_act"] = "silu"
-    if c.sliding_window:
-        config["sliding_window"] = c.sliding_window
-    if c.full_every:
+    # Classes have windows of their own where a file says nothing; those with two kinds of layers want a number.
+    if "sliding_window" in may_have:
+        config["sliding_window"] = c.sliding_window or (
+            c.block_size if "full_every" in may_have else None
+        )
+    if "full_every" in may_have:
         config["layer_types"] = [
             "sliding_attention" if c.slides(i) else "full_attention" for i in layers
         ]
     if c.nope_every:
         config["no_rope_layers"] = [int(c.rope(layer) != "") for layer in layers]
-    return config | rope_config(c)
+    return config
+
+
+def behaviour(c) -> dict:
+    """What an export keeps of a shape: windows and positions layer by layer, no sizes of vocabularies. A GPT-2 has
+    biases."""
+    layers, gpt2 = range(c.n_layer), c.position == "learned"
+    ropes = [c.rope(i) for i in layers]
+    result = vars(c) | dict(sliding_window=[c.window(i) for i in layers], nope_every=ropes)
+    if "sliding" not in ropes:
+        result["rope_sliding_theta"] = 0
+    no_part = ("vocab", "full_every", *(("bias", "rope", "rotary") if gpt2 else ()))
+    return {name: value for name, value in result.items() if not any(part in name for part in no_part)}
 
 
 def rope_config(c) -> dict:
     config = dict(rope_theta=c.rope_theta, partial_rotary_factor=c.rotary_fraction)
-    if c.rope_sliding_theta:
-        config["rope_local_base_freq"] = c.rope_sliding_theta
-    if c.rope_factor == 1 and not c.rope_type:
-        return config
-    kind = c.rope_type or "linear"
-    rope = dict(rope_type=kind, factor=c.rope_factor)
-    rope |= {theirs: getattr(c, ours) for ours, theirs in ROPES[kind].items()}
+    kind, rope = c.rope_type or "linear", {}
+    if c.rope_factor != 1 or c.rope_type:
+        rope = dict(rope_type=kind, factor=c.rope_factor)
+        rope |= {theirs: getattr(c, ours) for ours, theirs in ROPES[kind].items()}
+        config["rope_scaling"] = rope
     if kind in ("yarn", "longrope"):
         rope["attention_factor"] = c.rope_attention_factor
     if kind == "longrope":
         config["original_max_position_embeddings"] = c.rope_original_block_size
         config["max_position_embeddings"] = round(c.rope_original_block_size * c.rope_factor)
-    return config | dict(rope_scaling=rope)
+    if c.rope_sliding_theta:  # transformers 5's OLMo 3 has a base of its own otherwise
+        config["rope_local_base_freq"] = c.rope_sliding_theta
+        plain = dict(rope_type="default", rope_theta=c.rope_theta)
+        sliding = plain | dict(rope_theta=c.rope_sliding_theta)
+        config["rope_parameters"] = dict(full_attention=plain | rope, sliding_attention=sliding)
+    return config
