@@ -240,7 +240,7 @@ def reference_logprobs(training, rollouts, cut):
 
 
 def teacher_outputs(training, rollouts, cut):
-    """The same of the teacher; for an exact divergence its hidden states (N, T_c, C_T), where its weights are.
+    """The same of the teacher; for reverse_kl its hidden states (N, T_c, C_T), where its weights are.
 
     From the states the head makes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py).
     """
@@ -327,7 +327,7 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
         )
 
     if teacher is not None:
-        teacher = Teacher(micro.teacher_outputs, teacher.lm_head_weight, settings.divergence)
+        teacher = Teacher(micro.teacher_outputs, teacher.lm_head_weight)
     arguments = dict(
         hidden=hidden,
         weight=model.lm_head_weight,

@@ -442,9 +442,9 @@ class TeacherOptions:
     )
     divergence: str = option(
         "sampled",
-        "sampled: a token's advantage gets log p_teacher - log p_sampler; others are sums over the vocabulary in the "
-        "loss: reverse_kl: KL(model || teacher); forward_kl: KL(teacher || model); jsd: between both",
-        choices=("sampled", "reverse_kl", "forward_kl", "jsd"),
+        "sampled: a token's advantage gets log p_teacher - log p_sampler; reverse_kl: KL(model || teacher), a sum over "
+        "the vocabulary, in the loss",
+        choices=("sampled", "reverse_kl"),
     )
     teacher_coef: float = option(1.0, "weight of the teacher's advantages or divergence")
     reward_coef: float = option(

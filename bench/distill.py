@@ -33,8 +33,6 @@ VARIANTS = {
     "GRPO, 16 x 16, 3e-4": GROUPS | dict(learning_rate=3e-4),
     "teacher, sampled": ALONE | dict(divergence="sampled"),
     "teacher, reverse_kl": ALONE | dict(divergence="reverse_kl"),
-    "teacher, forward_kl": ALONE | dict(divergence="forward_kl"),
-    "teacher, jsd": ALONE | dict(divergence="jsd"),
     "both, reverse_kl, 16 x 16, 3e-4": GROUPS | dict(divergence="reverse_kl", learning_rate=3e-4),
     "SFT on the teacher's answers": dict(batch_size=256, max_iters=80, learning_rate=1e-3, eval_interval=4),
 }

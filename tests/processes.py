@@ -50,7 +50,7 @@ CHECKS = {
     "reference": dict(beta=0.1, init_from="none1/sft", checkpoint_blocks="block", max_iters=2),
     "lora": dict(beta=0.1, init_from="none1/sft", lora_rank=4, optimizer_device="host", max_iters=2),
     "teacher": dict(teacher="none1/sft", divergence="sampled", importance_sampling_level="sequence", max_iters=2),
-    "divergence": dict(teacher="none1/sft", divergence="jsd", max_tokens_per_micro_batch=60, max_iters=2),
+    "divergence": dict(teacher="none1/sft", divergence="reverse_kl", max_tokens_per_micro_batch=60, max_iters=2),
     "nf4": dict(beta=0.1, init_from="none1/sft", lora_rank=4, base_dtype="nf4", max_iters=2),
     "offload": dict(param_offload=True, beta=0.1, init_from="none1/sft", max_tokens_per_micro_batch=60, max_iters=2),
     # Large enough that weights are most of the memory.

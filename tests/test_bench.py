@@ -217,7 +217,7 @@ def test_the_floor_counts_forward_passes(iteration, case):
 # A bench's words for its smallest shape. MODEL and PAGE are made here.
 SMALLEST = {
     "all": "--table",
-    "distill": "--shapes=tiny --seeds=1 --only=config/,jsd,SFT --out_dir=out",
+    "distill": "--shapes=tiny --seeds=1 --only=config/,sampled,SFT --out_dir=out",
     "episodes": "--trl_python=false --rounds=1 --prompts=2 --completions=2 --prompt=600 --turn=4 --reply=2 --model=MODEL",
     "layers": "--rows=4 --tokens=128",
     "learning": "--shapes=tiny --only=countdown --seeds=1 --jobs=1 --out_dir=out",

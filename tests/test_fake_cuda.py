@@ -54,7 +54,7 @@ LADDER = {
     "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
     "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
     "teacher": dict(teacher="t"),
-    "teacher on the host": dict(teacher="t", divergence="jsd", teacher_device="host"),
+    "teacher on the host": dict(teacher="t", divergence="reverse_kl", teacher_device="host"),
     "reference": dict(beta=0.04, importance_sampling_cap=2.0, importance_sampling_level="sequence", entropy_coef=0.01),
 }
 SAMPLERS = {"greedy": dict(temperature=0.0), "sampled": dict(), "stop tokens": dict(stop_token=(5, 7))}

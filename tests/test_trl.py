@@ -293,9 +293,8 @@ def test_the_functions_of_trl_rewards_work_unchanged():
         load_reward_function("trl.rewards:get_cosine_scaled_reward", {}, ROWS[0])
 
 
-@pytest.mark.parametrize("name, beta", [("forward_kl", 0.0), ("jsd", 0.5), ("reverse_kl", 1.0)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_divergences_are_those_of_the_distillation_trainer(name, beta, temperature):
+def test_the_divergence_is_that_of_the_distillation_trainer(temperature):
     """Their chunked loss over hidden states and heads of two widths: value, both gradients, entropy."""
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
@@ -310,15 +309,15 @@ def test_divergences_are_those_of_the_distillation_trainer(name, beta, temperatu
         x, head = hidden.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
         if which == "theirs":
             options = dict(num_items_in_batch=20, temperature=temperature)
-            loss, entropy, _ = _chunked_divergence_loss(x, theirs, head, their_weight, mask, beta, **options)
+            loss, entropy, _ = _chunked_divergence_loss(x, theirs, head, their_weight, mask, 1.0, **options)
         else:
             kept, teacher = mask.bool().flatten(), theirs.flatten(0, 1)
             loss, _, entropy = head_loss(
                 x.flatten(0, 1)[kept], head, targets[kept], lambda q, part, apart: (apart + 0 * q).sum() / 20,
-                temperature, 3, entropy=True, teacher=Teacher(teacher[kept], their_weight, name),
+                temperature, 3, entropy=True, teacher=Teacher(teacher[kept], their_weight),
             )  # fmt: skip
         loss.backward()
         found.append((loss.detach(), x.grad, head.grad, entropy.detach().sum()))
     for ours_, theirs_ in zip(found[1], found[0], strict=True):
-        print(name, temperature, float((ours_ - theirs_).abs().max()))
+        print(temperature, float((ours_ - theirs_).abs().max()))
         torch.testing.assert_close(ours_.double(), theirs_.double(), rtol=1e-6, atol=1e-6)

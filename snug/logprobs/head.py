@@ -129,8 +129,7 @@ class Chunks:
         hidden = self.teacher.hidden[rows].to(self.options.dtype)
         teacher_logits = self.teacher_buffer[: len(hidden)]
         torch.mm(hidden, self.teacher_weight.t(), out=teacher_logits[:, : len(self.teacher_weight)])
-        name, divergence = self.teacher.divergence, self.divergence[rows]
-        divergence_rows(logits, teacher_logits, self.options, name, divergence)
+        divergence_rows(logits, teacher_logits, self.options, self.divergence[rows])
 
     def forward(self, rows, logits, gradient: bool = False):
         """forward_rows of a chunk."""
