@@ -463,6 +463,7 @@ MUTANTS = [
     ("gpu: SwiGLU's gradient without the gate's slope", "snug/kernels/gated.py", "sigmoid * (1 + gate * (1 - sigmoid) * slope)", "sigmoid", "test_layer_kernels.py"),
     # snug/logprobs/divergence.py
     ("teacher: the gradient without its mean", "snug/logprobs/divergence.py", "gradient = p * (gap - value[:, None])", "gradient = p * gap", "test_teacher.py"),
+    ("teacher: every slab is the first", "snug/logprobs/divergence.py", "value = divergence[rows] =", "value = divergence[: rows.stop - rows.start] =", "test_teacher.py"),
     ("teacher: the gradient for logits / temperature", "snug/logprobs/divergence.py", "= gradient / options.temperature", "= gradient", "test_teacher.py"),
     ("teacher: the teacher's own temperature", "snug/logprobs/divergence.py", "torch.log_softmax(teacher_z / options.temperature, -1)", "torch.log_softmax(teacher_z, -1)", "test_teacher.py"),
     # snug/logprobs/head.py

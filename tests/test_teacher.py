@@ -72,6 +72,22 @@ def test_rows_against_float64(M, V, V_T, n_vocab, temperature, dtype):
     torch.testing.assert_close(teacher_logits[:, :n_vocab].double(), exact.grad, rtol=rounded, atol=rounded)
 
 
+@pytest.mark.parametrize("kind, slabs", [("cpu", 5), ("cuda", 1)])
+def test_rows_in_slabs(kind, slabs, monkeypatch):
+    """The same as in one; a GPU's are 32 times as large, so that it does not wait for launches."""
+    logits, teacher_logits = torch.randn(2, 9, 67, generator=torch.Generator().manual_seed(1), dtype=F64)
+    options, whole, found = rows.Options(0.7, 67, False, F64), torch.empty(9, dtype=F64), torch.empty(9, dtype=F64)
+    again = teacher_logits.clone()
+    divergence.divergence_rows(logits, teacher_logits, options, whole)
+    counts, original = [], divergence.slabs
+    monkeypatch.setattr(rows, "SCRATCH", 2 * 8 * 67)
+    monkeypatch.setattr(divergence, "kind_of", lambda tensor: kind)
+    monkeypatch.setattr(divergence, "slabs", lambda *sizes: counts.append(original(*sizes)) or counts[-1])
+    divergence.divergence_rows(logits, again, options, found)
+    assert len(counts[0]) == slabs
+    torch.testing.assert_close((found, again), (whole, teacher_logits), rtol=1e-14, atol=1e-14)
+
+
 def test_rows_of_logits_far_apart_are_finite():
     """Tokens whose probability is 0 in float32 for one model or for both."""
     logits = torch.tensor([[0.0, -300, -300, 80], [500, 0, -500, 0]], device=DEVICE)
