@@ -62,7 +62,7 @@ def find_base(folder: Path, weights: bool = True):
 
 
 def check_tensors(file: Path, config: dict, base: Path, rank: int):
-    """Raises SnugError unless the file has A and B of each matrix that PEFT would adapt beside the base, and no more."""
+    """Raises SnugError unless the file has A and B of each matrix that PEFT would adapt, and no more."""
     shape, theirs, missing, surplus = read_shape(base), adapters_in(file), [], []
     family, eyes = family_and_eyes(base)
     with opened(file) as tensors:
