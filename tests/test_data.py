@@ -212,7 +212,10 @@ def test_nothing_is_longer_than_the_longest(options):
     "options, message",
     [
         (dict(task="countdown", countdown_numbers="2", countdown_max_number=2), "no test prompt in 20,000 tries"),
-        (dict(system_prompt="Be brief."), "system_prompt='Be brief.' does not fit task='addition', chat=False; add --chat"),
+        (
+            dict(system_prompt="Be brief."),
+            "system_prompt='Be brief.' does not fit task='addition', chat=False; add --chat",
+        ),
         (dict(data_file="a"), "data_file='a' does not fit task='addition', .*; add --task=jsonl"),
         (FIELD | dict(test_file="a"), "test_file='a' does not fit task='countdown'"),
         *(

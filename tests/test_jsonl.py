@@ -639,5 +639,7 @@ def test_a_file_is_answered_with_the_task_that_reads_it():
     for cls in (GRPOSettings, SFTSettings):
         with pytest.raises(SnugError, match="does not fit task='addition', chat=False; add --task=jsonl, or another"):
             make_task(cls(data_file="mine.jsonl"))
-    with pytest.raises(SnugError, match="system_prompt='Be brief.' does not fit task='addition', chat=False; add --chat"):
+    with pytest.raises(
+        SnugError, match="system_prompt='Be brief.' does not fit task='addition', chat=False; add --chat"
+    ):
         make_task(GRPOSettings(system_prompt="Be brief."))

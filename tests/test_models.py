@@ -213,7 +213,9 @@ def test_what_does_not_go_together_is_refused(folder, tmp_path):
     spec["added_tokens"] += [spec["added_tokens"][0] | dict(id=i, content=f"<|{i}|>") for i in range(259, 301)]
     (tmp_path / "large" / "tokenizer.json").write_text(json.dumps(spec))
     settings, given, _ = read_settings(GRPOSettings, [*begin, f"--init_from={tmp_path}/large"])
-    with pytest.raises(SnugError, match="vocab_size=272, but the tokenizer tokenizer.json@.* has 301 ids"):
+    with pytest.raises(
+        SnugError, match="vocab_size=272, but the tokenizer tokenizer.json@.* has 301 ids; .* of another model"
+    ):
         prepare(settings, given)
     (tmp_path / "large" / "tokenizer.json").unlink()
     with pytest.raises(SnugError, match="tokenizer.json"):
@@ -236,7 +238,7 @@ def test_completions_of_a_pretrained_model_are_256_tokens_at_most_or_half_of_its
     """If most completions are cut off, the run says so."""
 
     def prepared(*words):
-        words = [f"--init_from={folder}", f"--out_dir={tmp_path}/run", "--beta=0", "--device=cpu", *words]
+        words = [f"--init_from={folder}", f"--out_dir={tmp_path}/run", "--beta=0", "--device=cpu", "--chat", *words]
         settings, given, _ = read_settings(GRPOSettings, words)
         return prepare(settings, given)
 

@@ -96,7 +96,10 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
         (dict(learning_rate="fast"), "learning_rate takes a number, not 'fast'"),
         (dict(reward_funcs=[lambda completions: [0]]), "must take ..columns"),
         (dict(reward_funcs=[short, renamed(short)]), "^two functions have the name test_notebook:short: rename one$"),
-        (dict(prompts=[{"prompt": "a"}, {"prompt": object()}]), "prompts: row 2 must be .* that JSON can hold .*object"),
+        (
+            dict(prompts=[{"prompt": "a"}, {"prompt": object()}]),
+            "prompts: row 2 must be .* that JSON can hold .*object",
+        ),
         (dict(prompts=["a=", "b="]), 'prompts: row 1 must be {"prompt": ...}, of values'),
     ):
         with pytest.raises(SnugError, match=message):

@@ -28,6 +28,11 @@ TEMPLATE, TOOLS, SPELLED, LEFT_OUT, RATE = (
 )
 
 
+class Game:
+    def reset(self, **columns):
+        pass
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(make_chat_model(tmp_path_factory.mktemp("notes") / "qwen"))
@@ -60,12 +65,15 @@ def options_of(folder, model, prompt="2+3=", first="2+3=", **changes):
         (dict(chat=True, first="end with <|im_end|>"), [SPELLED]),
         (dict(first="end with <|im_end|>"), [TEMPLATE, SPELLED]),
         (dict(chat=True, prompt=[USER], first=[USER | dict(content="a <|im_end|>")]), [SPELLED]),
+        (dict(chat=True, prompt=[USER], first=[dict(role="system", content="<|im_end|>"), USER]), [SPELLED]),
         (dict(chat=True, tools=["calc"]), [TOOLS]),
+        (dict(chat=True, environment="games:Game"), []),  # it has no tools
         (dict(tools=["calc"]), [TEMPLATE, TOOLS]),
     ],
 )
 def test_a_run_says_what_is_seldom_meant(tmp_path, model, changes, said):
-    lines = notes(prepare(GRPOSettings(**options_of(tmp_path, model, **changes))))
+    settings = GRPOSettings(**options_of(tmp_path, model, **changes))
+    lines = notes(prepare(settings, functions={"games:Game": Game}))
     assert len(lines) == len(said) and all(map(str.startswith, lines, said)), lines
 
 
@@ -83,17 +91,24 @@ def test_sft_learns_the_assistants_message_and_says_nothing_of_it(tmp_path, mode
 
 def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):
     """A run of random weights, all cut off: a plain run's hint is the template, too, and not max_new_tokens."""
-    grpo.train(**options_of(tmp_path, model, max_iters=1, batch_size=2, group_size=2))
+    options = options_of(tmp_path, model, max_iters=1, batch_size=2, group_size=2)
+    run = grpo.train(**options)
     said = capsys.readouterr().out
     assert f"note: {TEMPLATE}" in said and "does not end its answers without it: try --chat" in said
     assert "raise max_new_tokens" not in said
+    onward = options | dict(init_from=run.folder, out_dir=str(tmp_path / "on"), learning_rate=1e-3)
+    assert notes(prepare(GRPOSettings(**onward))) == [TEMPLATE]  # a run of our own has the rate that it needs
+    grpo.train(**options | dict(chat=True, out_dir=str(tmp_path / "chat")))
+    said = capsys.readouterr().out
+    assert "raise max_new_tokens" in said and "--chat" not in said
     given = dict(
         task="jsonl", data_file=str(tmp_path / "rows.jsonl"), num_prompts=2, max_new_tokens=5, samples_file="none"
     )
     settings, names = make_settings(EvaluateSettings, "", given | dict(device="cpu"))
     evaluate.main(settings, *prepare_evaluation(settings, names, model))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"note: {TEMPLATE}" and "100% of the completions were cut off at max_new_tokens=5" in lines
+    assert [line for line in lines if line.startswith("note")] == [f"note: {TEMPLATE}"]
+    assert "100% of the completions were cut off at max_new_tokens=5" in lines
     settings, names = make_settings(SampleSettings, "", dict(prompt="2+3=", max_new_tokens=2, device="cpu"))
     sample.complete(settings, names, load_run(find_run(model), "cpu"))
     assert capsys.readouterr().err == f"note: {TEMPLATE}\n"
