@@ -27,7 +27,7 @@ from data.reasoning_gym import GymOptions, ReasoningGym
 from data.rewards import ARGUMENTS
 from data.rows import FileOptions, FileTask
 from data.task import Task
-from snug.options import SnugError, did_you_mean, option, refuse_namesakes
+from snug.options import SnugError, did_you_mean, find_path, option, refuse_namesakes
 
 TASKS = {
     "addition": Addition,
@@ -119,7 +119,8 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
         raise SnugError(f"{problem}: name the module, not its file: {Path(module_name).stem}:{name}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
-    folder = os.getcwd()
+    file = find_path(f"{module_name.partition('.')[0]}.py")  # perhaps above the run
+    folder = str(file.resolve().parent) if file.exists() else os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
     refuse_namesakes(Path(__file__).parents[1], [folder])

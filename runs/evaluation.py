@@ -42,10 +42,8 @@ def prepare_evaluation(
     if not settings.task:
         raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
     settings.check_rewards()
-    settings.init_from, settings.out_dir = (
-        str(folder),
-        f"{folder}/evaluation",
-    )  # nothing is written there
+    settings.init_from = str(folder)
+    settings.out_dir = f"{found.path}/evaluation"  # nothing is written there
     # That of a run is the run's, whatever model is asked.
     chosen = given | {"max_new_tokens"} if run.task else given
     prepared = prepare(settings, chosen, functions)

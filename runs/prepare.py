@@ -33,7 +33,7 @@ from settings import (
     SFTSettings,
     load_loss,
 )
-from snug.options import SnugError, fields, find_path, make_settings, merge_options
+from snug.options import ABOVE, SnugError, fields, find_path, make_settings, merge_options
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained
 from snug.tokenizer import Tokenizer, get_tokenizer
@@ -109,6 +109,7 @@ def prepare(
     resume, before = find_resume(settings)
     if settings.resume not in ("never", "auto"):
         settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
+    ABOVE[:] = Path(settings.out_dir).resolve().parents
     if before and settings.dtype == "auto":  # which waits for the device
         settings = replace(settings, dtype=before.dtype)
         settings.check()
@@ -189,7 +190,7 @@ def with_commit(settings, option: str, before):
     name, was = getattr(settings, option), getattr(before, option, "")
     if not name or was.startswith(f"{name}@"):
         return was
-    return name if Path(name).is_dir() else hub_name(local_folder(name, weights=False))
+    return name if find_path(name).is_dir() else hub_name(local_folder(name, weights=False))
 
 
 def resolve_lengths(prepared: Prepared, chosen: Set[str], before):

@@ -11,11 +11,14 @@ from conftest import make_model
 from test_checkpoint import saved
 from test_gym import is_installed
 
+import grpo
 import train_sft
 from data import make_task
+from runs import fork
 from runs.checkpoint import newest
+from runs.evaluation import prepare_evaluation, prepare_pair
 from runs.prepare import prepare
-from settings import GRPOSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from snug.options import SnugError, find_path, read_config, read_settings
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
@@ -96,6 +99,58 @@ def test_what_configs_name_is_found_from_any_folder(tmp_path, monkeypatch):
     task = make_task(read_settings(GRPOSettings, [*words, "--eval_prompts=0"])[0])
     assert [row["prompt"] for row in task.rows["train"]] == ["2+2="]
     assert find_path("no/such/file") == Path("no/such/file") and find_path(HOME / "data") == HOME / "data"
+
+
+def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(tmp_path, monkeypatch, capsys):
+    """Also if its place has another name now: resumed, evaluated, and branched."""
+    work, moved = tmp_path / "work", tmp_path / "moved"
+    for folder in (work, tmp_path / "elsewhere"):
+        folder.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    rows = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40)]
+    Path("mine.jsonl").write_text("".join(rows))
+    Path("far_rewards.py").write_text("def short(completions, **c):\n    return [float(len(c)) for c in completions]\n")
+    save_pretrained(make_model("gpt2", vocab_size=257), "my/base", get_tokenizer("bytes"))
+    options = dict(batch_size=2, group_size=2, max_new_tokens=4, eval_prompts=2, device="cpu", init_from="my/base")
+    files = dict(data_file="mine.jsonl", reward_funcs=["far_rewards:short"])
+    grpo.train(task="jsonl", beta=0.1, max_iters=1, out_dir="out/mine", **files, **options)
+    work.rename(moved)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = f"{moved}/out/mine"
+
+    def forget():
+        sys.modules.pop("far_rewards")
+        sys.path[:] = [folder for folder in sys.path if not folder.startswith(str(tmp_path))]
+
+    forget()
+    assert grpo.train(resume=run, max_iters=2).finished
+    forget()
+    prepared, file = prepare_evaluation(EvaluateSettings(), set(), f"{moved}/out/mine")
+    assert len(prepared.task.rows["test"]) == 8 and file.is_relative_to(run)
+    forget()
+    begin = make_model("gpt2", vocab_size=257)
+    save_pretrained(begin, "other", get_tokenizer("bytes"))
+    (a, b), _ = prepare_pair(EvaluateSettings(), set(), "other", run)
+    assert a.reward_funcs[0].__name__ == b.reward_funcs[0].__name__ == "short"
+    forget()
+    monkeypatch.setattr(fork.subprocess, "call", lambda words: grpo.train(str(words[-1])) and 0)
+    fork.main(*read_settings(fork.ForkSettings, [run, "--max_iters=3", "--seeds=1"], positional="run"))
+    assert newest(f"{run}-at2/same-seed1").name == "checkpoint-000003"
+
+
+def test_what_is_nearer_comes_first(tmp_path, monkeypatch):
+    """The current folder, snug's, and those above the run, the nearest first."""
+    for folder in ("here", "a/b/c"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    prepare(GRPOSettings(out_dir=str(tmp_path / "a/b/c/run"), beta=0.0))
+    places = [tmp_path / folder for folder in ("", "a", "a/b", "a/b/c", "here")]
+    for place in places:
+        (place / "file").touch()
+        (place / "README.md").touch()
+        assert find_path("file").resolve() == place / "file"
+        assert find_path("README.md").resolve() == (place if place.name == "here" else HOME) / "README.md"
 
 
 SMALL = "models/smollm2-135m-instruct"

@@ -37,6 +37,7 @@ from pathlib import Path
 OWN = "module:function"  # a choice that stands for any of them
 # What users of other projects may write -> the answer.
 ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
+ABOVE = []  # the folders above the run that is prepared
 COMMANDS = {}  # a script -> the class of its options; another command's option is answered with its name
 
 
@@ -79,8 +80,9 @@ def first_line(error: Exception) -> str:
 
 
 def find_path(path: str | Path) -> Path:
-    """What is not in the current folder may be in the project's: configs name files relative to it."""
-    places = Path(path), Path(__file__).parents[2] / path
+    """What is not in the current folder may be in the project's: configs name files relative to it. Or above a run
+    that was started in another folder."""
+    places = [Path(path), *(place / path for place in (Path(__file__).parents[2], *ABOVE))]
     return next(filter(os.path.exists, places), places[0])
 
 
