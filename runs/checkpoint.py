@@ -152,7 +152,8 @@ def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoi
         raise SnugError(
             "name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B"
         )
-    path = local_folder(find_path(folder), bool(tensors))
+    found = find_path(folder)
+    path = found if found.is_dir() else local_folder(folder, bool(tensors))
     if not is_pretrained(path):
         return open_checkpoint(path, tensors)
     weights = base, rank, *_ = find_base(path, bool(tensors))

@@ -49,6 +49,9 @@ def test_the_lock_goes_with_the_name_of_the_folder_and_names_its_last_holder_alo
     file.write_text("process 12345678901234567890 on another machine")
     with locked(folder), pytest.raises(SnugError, match="is in use by process"), locked(folder):
         pass
+    (tmp_path / "link").symlink_to(folder)
+    with locked(folder), pytest.raises(SnugError, match="link is in use by process"), locked(tmp_path / "link"):
+        pass
     with locked(folder):
         assert file.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
         moved = move_aside(folder)

@@ -178,7 +178,8 @@ def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
     run = grpo.train(reward_funcs=[pressing], **options)
     assert not run.finished and len(run.log) == 2 and newest(run.folder).name == "checkpoint-000002"
     assert signal.getsignal(signal.SIGINT) is handler
-    with pytest.raises(KeyboardInterrupt, match=f"^--resume=auto goes on from {run.folder}/checkpoint-000001$"):
+    when = 2
+    with pytest.raises(KeyboardInterrupt, match=f"^--resume=auto goes on from {run.folder}/checkpoint-000002$"):
         grpo.train(reward_funcs=[pressing], **options)
     when = 0  # an earlier run's checkpoints are no reason to go on
     with pytest.raises(KeyboardInterrupt, match="^nothing was saved yet; start it again$"):
