@@ -217,7 +217,13 @@ MUTANTS = [
     ("PEFT: merged weights in 4 bits", "runs/checkpoint.py", "if rank or double_quant", "if double_quant", "test_adapters.py"),
     ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights) == base["fingerprint"]', "True", "test_lora.py"),
     ("a resume takes another base", "runs/checkpoint.py", 'if init_from not in ("", checkpoint.state["settings"]["init_from"]):', "if False:", "test_lora.py"),
+    # runs/ctrl_c.py
+    ("Ctrl-C: a command by -m has a traceback", "runs/ctrl_c.py", 'sys.argv[0] == "-m" or ', "", "test_commands.py"),
+    ("Ctrl-C: a user's script loses its traceback", "runs/ctrl_c.py", 'if sys.argv[0] == "-m" or', "if True or", "test_commands.py"),
     # runs/evaluation.py
+    ("evaluate.py finds a full disk at its end", "runs/evaluation.py", '            probe.write(b" ")', "            pass", "test_evaluate.py"),
+    ("samples of a model named . have no folder", "runs/evaluation.py", "os.path.abspath(path)", "str(path)", "test_evaluate.py"),
+    ("pairs: files are looked for above A", "runs/evaluation.py", '{found.path}/evaluation', '{folder}/evaluation', "test_commands.py"),
     ("evaluate.py forgets the run's functions", "runs/evaluation.py", 'if task != run.task or "reward_funcs" in given', "if True", "test_scoring.py"),
     ("evaluate.py gives other functions the run's weights", "runs/evaluation.py", ' or "reward_funcs" in given', "", "test_scoring.py"),
     ("pairs: A's options hold", "runs/evaluation.py", "source = runs[1] if tasks[1] else runs[0]", "source = runs[0] if tasks[0] else runs[1]", "test_pairs.py"),
@@ -225,6 +231,7 @@ MUTANTS = [
     # runs/export.py
     ("PEFT: adapters on adapters", "runs/export.py", ' or base.state["weights"][1]', "", "test_adapters.py"),
     # runs/fork.py
+    ("fork: a full disk is a traceback", "runs/fork.py", '    with in_one_line(f"{config} cannot be written"):\n        config', "    if True:\n        config", "test_fork.py"),
     ("fork: each branch has the run's seed", "runs/fork.py", "dict(seed=seed, ", "dict(seed=run.seed, ", "test_fork.py"),
     ("fork: a branch of an earlier run counts", "runs/fork.py", "if there != before:", "if False:", "test_fork.py"),
     ("fork: Ctrl-C ends the command before the branch", "runs/fork.py", "        signal.signal(signal.SIGINT, lambda *_: None)", "        pass", "test_fork.py"),
@@ -234,6 +241,8 @@ MUTANTS = [
     # runs/loading.py
     ("NF4: a base in 4 bits is merged into plain weights", "runs/loading.py", "    if settings.base_dtype:\n        hold_in_nf4", "    if False:\n        hold_in_nf4", "test_nf4.py"),
     # runs/lock.py
+    ("a full disk before the start is a traceback", "runs/lock.py", "        with in_one_line(problem):\n            file.truncate", "        if True:\n            file.truncate", "test_lock.py"),
+    ("a folder and a link to it have two locks", "runs/lock.py", "Path(folder).resolve()", "Path(folder).absolute()", "test_lock.py"),
     ("two runs in one folder", "runs/lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "test_lock.py"),
     ("a lock names earlier holders too", "runs/lock.py", "            file.truncate(0)\n", "", "test_lock.py"),
     ("the second earlier run onto the first", "runs/lock.py", "next(path for path in names if not path.exists())", "next(names)", "test_lock.py"),
@@ -277,6 +286,7 @@ MUTANTS = [
     ("a chat model writes 32 tokens", "runs/prepare.py", "min(PRETRAINED_LENGTH, settings.block_size // 2)", "32", "test_models.py"),
     ("episodes: another environment's turns go on", "runs/prepare.py", "PROBLEM + CALLED + adapters", "PROBLEM + adapters", "test_checkpoint.py"),
     # runs/saver.py
+    ("Ctrl-C: goes on from the oldest", "runs/saver.py", "goes on from {paths[-1]}", "goes on from {paths[0]}", "test_notebook.py"),
     ("tokenizer not kept beside the checkpoint", "runs/saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
     ("the best by pass@1 alone", "runs/saver.py", '"eval_reward_mean" if self.settings.reward_funcs else "pass_at_1"', '"pass_at_1"', "test_scoring.py"),
     # runs/verdict.py
@@ -500,6 +510,10 @@ MUTANTS = [
     # snug/options/other_names.toml
     ("an answer names no option", "snug/options/other_names.toml", "evaluate.py takes --num_samples", "evaluate.py takes --num_sample", "test_settings.py"),
     # snug/options/__init__.py
+    ("an option of this command is one of others", "snug/options/__init__.py", "if scripts and name not in fields(cls):", "if scripts:", "test_commands.py"),
+    ("a similar name without its folder", "snug/options/__init__.py", "did you mean {names[near[0]]}?", "did you mean {near[0]}?", "test_settings.py"),
+    ("what is above a run comes before snug's", "snug/options/__init__.py", "(Path(__file__).parents[2], *ABOVE)", "(*ABOVE, Path(__file__).parents[2])", "test_commands.py"),
+    ("help: topics of commands", "snug/options/__init__.py", 'name: base if base.__name__.endswith("Options") else cls', "name: base", "test_settings.py"),
     ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_commands.py"),
     ("joiners of emoji are shown as codes", "snug/options/__init__.py", "\\u200b\\u200e", "\\u200b-\\u200e", "test_report.py"),
     ("isolates turn the order of a terminal", "snug/options/__init__.py", "\\u2060-\\u206f", "\\u2060-\\u2065", "test_log.py test_report.py"),
@@ -650,6 +664,8 @@ MUTANTS = [
     # training/frozen.py
     ("teacher: hidden states of some completions planned", "training/frozen.py", "N = max(len(logprobs), settings.sequences_per_rollout)", "N = len(logprobs)", "test_teacher.py"),
     # training/loop.py
+    ("a run that goes beyond its end says nothing", "training/loop.py", "if start >= settings.max_iters:", "if start == settings.max_iters:", "test_notebook.py"),
+    ("another thread gets no run", "training/loop.py", "if current_thread() is not main_thread():", "if False:", "test_notebook.py"),
     ("lora: resumed without its adapters", "training/loop.py", "    if resume and settings.lora_rank:\n        load_into", "    if False:\n        load_into", "test_lora.py"),
     ("rewards: Python's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, np.random.seed", "test_scoring.py"),
     ("rewards: NumPy's generator is not seeded", "training/loop.py", "torch.manual_seed, random.seed, np.random.seed", "torch.manual_seed, random.seed", "test_scoring.py"),
