@@ -4,7 +4,7 @@ GOOD, BAD = "def f(x):\n    return x + 1\n", "def f(x):\n    return 0\n"
 
 
 def fenced(code, before="```python", after="```"):
-    return f"{before}\n{code}{after}\n"
+    return f"{before}\n{code.rstrip()}\n{after}\n"
 
 
 RIGHT = {
