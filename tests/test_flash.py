@@ -278,7 +278,7 @@ KERNELS = [("queries_kernel", FORWARD), ("queries_kernel", {}), ("keys_kernel", 
     "R, G, D, dtype",
     [
         (7, 2, 64, "bf16"),  # Qwen2.5's 0.5B
-        (6, 2, 128, "bf16"),  # and 1.5B
+        long(6, 2, 128, "bf16"),  # and 1.5B
         long(7, 2, 64, "fp32"),
         long(6, 2, 128, "fp32"),
         long(1, 8, 40, "bf16"),  # no multiple of 16: loaded number by number

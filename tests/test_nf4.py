@@ -516,6 +516,7 @@ def assert_planned(prepared):
     return planned
 
 
+@pytest.mark.long
 def test_the_plan_is_what_a_run_takes(tmp_path, monkeypatch):
     never_stop(monkeypatch)
     common = f"--digits=4 --device=cpu --eval_prompts=0 --save_interval=0 --out_dir={tmp_path}/"

@@ -29,6 +29,7 @@ def weights(folder):
     return (newest(folder) / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_two_trainings_in_a_process_give_what_two_processes_give(tmp_path, capsys):
     """An SFT run and a GRPO run with a reward function of a file, then the same GRPO run again."""
     (tmp_path / "lengths.py").write_text(

@@ -28,8 +28,8 @@ from training.parallel import Processes, merged
 long = pytest.mark.long
 ALL = ["sft", *CHECKS]
 ALIVE = [name for name in ALL if name not in ("host", "out of memory", "nf4")]  # it ends or refuses these
-SHORT = dict(ddp2=["dapo", "host", "nf4", "out of memory", "memory", "divergence"], ddp4=["uneven"])
-SHORT |= dict(fsdp1=["offload"], fsdp2=["plain", "reference", "dropped", "memory", "divergence"])
+SHORT = dict(ddp2=["dapo", "host", "nf4", "out of memory", "memory"], ddp4=["uneven"])
+SHORT |= dict(fsdp1=["offload"], fsdp2=["plain", "dropped", "memory", "divergence"])
 WHOLE = [name for name in ALL if name != "offload"]
 LONG = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE)
 CASES = [

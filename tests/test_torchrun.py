@@ -16,7 +16,14 @@ from runs.log import read_log
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="gloo on a CPU")
 long = pytest.mark.long
-DEATHS = [("train", 0, "ddp"), ("train", 1, "ddp"), ("save", 0, "ddp"), ("save", 1, "ddp"), ("rollout", 1, "fsdp")]
+DEATHS = [
+    ("rollout", 1, "ddp"),
+    ("train", 0, "ddp"),
+    ("train", 1, "ddp"),
+    ("save", 0, "ddp"),
+    ("save", 1, "ddp"),
+    ("rollout", 1, "fsdp"),
+]
 DEATHS += [("train", 0, "fsdp"), ("train", 1, "fsdp"), ("save", 0, "fsdp"), ("save", 1, "fsdp")]
 
 
@@ -42,19 +49,16 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "where, who, kind",
-    [pytest.param("rollout", 1, "ddp", marks=pytest.mark.both), *(pytest.param(*case, marks=long) for case in DEATHS)],
-)
-def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, kind, tmp_path, request):
+@long
+@pytest.mark.parametrize("where, who, kind", DEATHS)
+def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, kind, tmp_path, undisturbed):
     code, out, err = run("kill", where, str(who), f"--out_dir={tmp_path}/run", f"--parallel={kind}")
     assert code != 0
     assert f"error: rank {1 - who} lost another process, which torchrun reports below" in err
     assert re.search(rf"Root Cause.*rank +: {who} ", err, re.DOTALL)
-    if request.config.getoption("--long"):
-        code, out, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run", "--resume=auto", f"--parallel={kind}")
-        assert code == 0 and "resumed after" in out, err
-        assert_same_weights(tmp_path / "run", request.getfixturevalue("undisturbed"), 1e-6)
+    code, out, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run", "--resume=auto", f"--parallel={kind}")
+    assert code == 0 and "resumed after" in out, err
+    assert_same_weights(tmp_path / "run", undisturbed, 1e-6)
 
 
 @long
@@ -89,7 +93,6 @@ def test_out_of_memory_in_one_of_sharded_processes_ends_all(tmp_path):
     assert code != 0 and "error: rank 1 is out of memory, which sharded processes cannot repeat: CUDA out of" in err
 
 
-@long
 def test_processes_and_the_option_have_to_fit(tmp_path):
     code, _, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run")
     assert code != 0 and "error: parallel='none', but 2 processes were started; add --parallel=ddp" in err
