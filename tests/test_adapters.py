@@ -204,23 +204,23 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "adapter_config.json: cannot be used (TypeError": dict(base_model_name_or_path=7),
     "adapter_model.safetensors does not fit adapter_config.json and ": dict(target_modules=7),
     "missing ), unterminated subpattern": dict(target_modules="(q_proj"),
-    "missing 0 [], surplus 1 ['base_model.model.lm_head.lora_A": add("lm_head.lora_A.weight"),
-    "surplus 1 ['base_model.model.model.embed_tokens.lora_emb": add("model.embed_tokens.lora_embedding_A"),
-    "surplus 1 ['base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
-    "k_proj.lora_B.weight'], surplus 1 ['base_model.model.model.layers.1.self_attn.k_proj.lora_A": add(
+    "1 tensors, such as base_model.model.lm_head.lora_A.weight: (4, 32), needed: no place": add(
+        "lm_head.lora_A.weight"
+    ),
+    "1 tensors, such as base_model.model.model.embed_tokens.lora_emb": add("model.embed_tokens.lora_embedding_A"),
+    "1 tensors, such as base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
+    "1 tensors, such as base_model.model.model.layers.1.self_attn.k_proj.lora_A": add(
         "model.layers.1.self_attn.k_proj.lora_A.weight"
     ),
-    f"missing 1 ['{MODULE}B.weight'], surplus 0": tensor(B=None),
-    f"missing 1 ['{MODULE}A.weight'], surplus 0": tensor(A=None),
-    f"missing 2 ['{MODULE}A.weight', '{MODULE}B.weight'], surplus 0": tensor(A=None, B=None),
-    f"{MODULE}A.weight has ('F32', (3, 32)); needed are": tensor(A=torch.ones(3, 32)),
-    f"{MODULE}B.weight has ('F32', (1, 32, 4)); needed are": tensor(B=torch.ones(1, 32, 4)),
-    f"{MODULE}B.weight has ('F32', (16, 4)); needed are": tensor(B=torch.ones(16, 4)),
-    f"{MODULE}A.weight has ('I8', (4, 32)); needed are": tensor(A=torch.ones(4, 32, dtype=torch.int8)),
-    "A.weight has ('F32', (8, 32)); needed are ('F32', 'F16', 'BF16', 'F64') and (4, 32)": tensor(
-        A=torch.ones(8, 32), B=torch.ones(32, 8)
-    ),  # another rank than r's
-    "v_proj.lora_B.weight'], surplus 4 ['base_model.model.model.layers.0.self_attn.q_proj": dict(
+    f"1 tensors, such as {MODULE}B.weight: missing, needed: (32, 4)": tensor(B=None),
+    f"1 tensors, such as {MODULE}A.weight: missing, needed: (4, 32)": tensor(A=None),
+    f"2 tensors, such as {MODULE}A.weight: missing": tensor(A=None, B=None),
+    f"1 tensors, such as {MODULE}A.weight: (3, 32), needed: (4, 32)": tensor(A=torch.ones(3, 32)),
+    f"{MODULE}B.weight: (1, 32, 4), needed: (32, 4)": tensor(B=torch.ones(1, 32, 4)),
+    f"{MODULE}B.weight: (16, 4), needed: (32, 4)": tensor(B=torch.ones(16, 4)),
+    f"{MODULE}A.weight: I8, needed: (4, 32)": tensor(A=torch.ones(4, 32, dtype=torch.int8)),
+    f"2 tensors, such as {MODULE}A.weight: (8, 32), needed: (4, 32)": tensor(A=torch.ones(8, 32), B=torch.ones(32, 8)),
+    "8 tensors, such as base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight: missing": dict(
         target_modules=["v_proj"]
     ),
 }
@@ -269,8 +269,8 @@ def test_targets_are_read_by_pefts_rule(tmp_path):
 def test_an_export_that_peft_would_not_place_leaves_nothing(tmp_path, monkeypatch):
     base = make_base(tmp_path / "base")
     run_grpo(base, tmp_path / "run", *LORA)
-    monkeypatch.setattr(adapters_module, "module_of", lambda entry, eyes: entry.name[:-7].replace("self_attn.", ""))
-    with pytest.raises(SnugError, match="does not fit adapter_config.json and .*surplus"):
+    monkeypatch.setattr(adapters_module, "rows_of", lambda value, entry: value)
+    with pytest.raises(SnugError, match="does not fit adapter_config.json and .* tensors, such as"):
         export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
     assert not list(tmp_path.glob("*peft*"))
 
@@ -294,7 +294,7 @@ def test_damaged_folders_are_one_line(tmp_path):
             find_run(adapters)
     config.write_text(before)
     change(adapters, base_model_name_or_path=str(make_base(tmp_path / "wider", n_embd=64, tie_embeddings=True)))
-    with pytest.raises(SnugError, match="does not fit .*q_proj.lora_A.weight has .*needed are .*4, 64"):
+    with pytest.raises(SnugError, match="does not fit .*q_proj.lora_A.weight: .4, 32., needed: .4, 64"):
         load_run(adapters, "cpu")
     config.write_text(before)
     file.write_bytes(file.read_bytes()[:-100])

@@ -62,42 +62,36 @@ def find_base(folder: Path, weights: bool = True):
 
 
 def check_tensors(file: Path, config: dict, base: Path, rank: int):
-    """Raises SnugError unless the file has A and B of each matrix that PEFT would adapt, and no more."""
-    shape, theirs, missing, surplus = read_shape(base), adapters_in(file), [], []
-    family, eyes = family_and_eyes(base)
+    """Raises SnugError unless the file has A and B of each matrix that PEFT would adapt, and nothing else."""
+    theirs, found, needed = adapters_in(file), {}, {}
     with opened(file) as tensors:
-        for entry in entries(shape, family, shape["vocab_size"]):
-            pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
-            adapted = is_target(config, module_of(entry, eyes)) or theirs.keys() & set(pair)
-            if not adapted or len(entry.shape) == 1:
-                continue
+        for ours, name in theirs.items():
+            part = tensors.get_slice(name)
+            dtype = part.get_dtype()
+            found[ours] = tuple(part.get_shape()) if dtype in TYPES else dtype
+    for entry, module in matrices(base, read_shape(base)):
+        pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
+        # A file may have the names of an older version of transformers.
+        name = theirs.get(pair[0], f"{PEFT}{module}.lora_A.weight")
+        wanted = is_target(config, name[len(PEFT) : -len(".lora_A.weight")])
+        if found.keys() & pair if wanted is None else wanted:
             rows, columns = entry.shape[::-1] if entry.transposed else entry.shape
-            for ours, size in zip(pair, ((rank, columns), (rows, rank)), strict=True):
-                if ours not in theirs:
-                    missing.append(ours)
-                    continue
-                name = theirs.pop(ours)
-                if is_target(config, name[len(PEFT) : -len(".lora_A.weight")]) is False:
-                    surplus.append(name)
-                part = tensors.get_slice(name)
-                found = part.get_dtype(), tuple(part.get_shape())
-                if found[0] not in TYPES or found[1] != size:
-                    raise SnugError(f"{name} has {found}; needed are {TYPES} and {size}")
-    surplus += theirs.values()
-    if missing or surplus:
-        raise SnugError(f"missing {len(missing)} {missing[:2]}, surplus {len(surplus)} {surplus[:2]}")
+            needed |= zip(pair, ((rank, columns), (rows, rank)), strict=True)
+    odd = [name for name in needed | found if found.get(name) != needed.get(name)]
+    if odd:
+        was, size = found.get(odd[0], "missing"), needed.get(odd[0], "no place")
+        raise SnugError(f"{len(odd)} tensors, such as {odd[0]}: {was}, needed: {size}")
 
 
-def family_and_eyes(base: Path):
-    """-> (whose names the matrices of a folder have, has it eyes?)."""
+def matrices(base: Path, shape: dict):
+    """Yields each matrix of a folder: its Entry, and its name in transformers' model, perhaps of one with eyes."""
     config = read_config(base)
-    return config["model_type"], "text_config" in config
-
-
-def module_of(entry, eyes: bool) -> str:
-    """The name of a matrix in transformers' model, perhaps of one with eyes."""
-    name = entry.name.removesuffix(".weight")
-    return name.replace("model.", "model.language_model.", 1) if eyes else name
+    for entry in entries(shape, config["model_type"], shape["vocab_size"]):
+        if len(entry.shape) == 2:
+            name = entry.name.removesuffix(".weight")
+            if "text_config" in config:
+                name = name.replace("model.", "model.language_model.", 1)
+            yield entry, name
 
 
 def is_target(config: dict, module: str) -> bool | None:
@@ -123,18 +117,17 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
     from safetensors.torch import save_file
 
     base = local_folder(base, weights=False)
-    family, eyes = family_and_eyes(base)
     tensors, modules = {}, set()
-    for entry in entries(vars(model.config), family, model.config.n_vocab):
+    for entry, module in matrices(base, vars(model.config)):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
-        if len(entry.shape) == 2 and hasattr(layer, "lora_A"):
-            name = module_of(entry, eyes)
+        if hasattr(layer, "lora_A"):
             # GPT-2 has a c_proj in both halves of a block.
-            modules.add(".".join(name.split(".")[-2 if family == "gpt2" else -1 :]))
+            modules.add(".".join(module.split(".")[-2 if entry.transposed else -1 :]))
             for letter, value in (("A", layer.lora_A), ("B", rows_of(layer.lora_B, entry))):
-                tensors[f"{PEFT}{name}.lora_{letter}.weight"] = value.detach().cpu().clone()
+                tensors[f"{PEFT}{module}.lora_{letter}.weight"] = value.detach().cpu().clone()
     targets, name, revision = sorted(modules), hub_name(base), None
-    if eyes:  # which have matrices of these names, too
+    first = next(iter(tensors))
+    if "language_model." in first:  # its eyes have matrices of these names, too
         targets = rf".*language_model.*\.({'|'.join(targets)})"
     if name != str(base):
         name, revision = name.split("@")
@@ -146,7 +139,7 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         target_modules=targets,
-        fan_in_fan_out=family == "gpt2",
+        fan_in_fan_out=first.startswith(f"{PEFT}transformer."),
         inference_mode=True,
     )
     with appearing(folder) as temporary:
