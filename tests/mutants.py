@@ -626,6 +626,12 @@ MUTANTS = [
     # snug/sandbox/linux.py
     ("sandbox: the filter opens files to write", "snug/sandbox/linux.py", "(ANY_BIT, 1, 0, WRITING)", "(ANY_BIT, 0, 0, WRITING)", "test_sandbox.py"),
     # snug/tokenizer/__init__.py
+    ("a panic at a text is a traceback", "snug/tokenizer/__init__.py", 'with in_one_line(f"{self.file}: cannot encode', 'with nullcontext(f"{self.file}: cannot encode', "test_tokenizer.py"),
+    ("replacements of decoders grow", "snug/tokenizer/__init__.py", "(backend.normalizer, backend.decoder)", "(backend.normalizer,)", "test_tokenizer.py"),
+    ("replacements add up", "snug/tokenizer/__init__.py", "math.prod(map(growth", "sum(map(growth", "test_tokenizer.py"),
+    ("a regular expression is a letter", "snug/tokenizer/__init__.py", "else 1 + size", "else size", "test_tokenizer.py"),
+    ("a hundred times as long is too long", "snug/tokenizer/__init__.py", "times > MOST_GROWTH", "times >= MOST_GROWTH", "test_tokenizer.py"),
+    ("long patterns grow", "snug/tokenizer/__init__.py", "max(1, size / len(text))", "max(1, size)", "test_tokenizer.py"),
     ("a stop string within one token alone", "snug/tokenizer/__init__.py", 'window = max(len(text.encode(errors="replace")) for text in texts) + 1', "window = 1", "test_tokenizer.py"),
     ("a prompt's date is today's", "snug/tokenizer/__init__.py", "files.setdefault(DATE, today)", "today", "test_models.py"),
     ("a stop string's tail from within a character", "snug/tokenizer/__init__.py", 'or not tail.startswith("\\ufffd")', "or True", "test_tokenizer.py"),
@@ -639,6 +645,10 @@ MUTANTS = [
     ("special tokens hide a stop string", "snug/tokenizer/__init__.py", "(i for i in reversed(ids) if i not in special)", "reversed(ids)", "test_tokenizer.py"),
     ("a checkpoint keeps a generation_config.json without stop tokens", "snug/tokenizer/__init__.py", 'files["generation_config.json"] = json.dumps(generation, indent=1).encode()', 'files.setdefault("generation_config.json", json.dumps(generation, indent=1).encode())', "test_tokenizer.py"),
     # snug/tokenizer/chat.py
+    ("a template's alarm rings later", "snug/tokenizer/chat.py", "        timer.cancel()", "        pass", "test_tokenizer.py"),
+    ("a template has all the time", "snug/tokenizer/chat.py", "    timer.start()\n", "", "test_tokenizer.py"),
+    ("a template has powers", "snug/tokenizer/chat.py", 'frozenset(["**"])', "frozenset()", "test_tokenizer.py"),
+    ("the main thread is late, whoever is", "snug/tokenizer/chat.py", "threading.get_ident()", "threading.main_thread().ident", "test_tokenizer.py"),
     ("a message's content writes special tokens", "snug/tokenizer/chat.py", "self.spellings.sub(lambda found: BREAK.join(found[0]), well_formed(value))", "well_formed(value)", "test_tokenizer.py"),
     ("template variables are not set", "snug/tokenizer/chat.py", "self.source = defaults + self.source", "pass", "test_tokenizer.py"),
     ("template variables set again and again", "snug/tokenizer/chat.py", "if not self.source.startswith(defaults):", "if True:", "test_tokenizer.py"),

@@ -19,6 +19,7 @@ Tests: tests/test_tokenizer.py.
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Sequence
 from datetime import datetime
@@ -34,6 +35,7 @@ from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
+MOST_GROWTH = 100  # of a text, by a file's replacements one after the other
 DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
 FILES = (
     "tokenizer.json",
@@ -72,7 +74,7 @@ class Tokenizer:
         """backend: a tokenizers.Tokenizer."""
         self.name, self.backend = name, backend
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
-        self.bos, self.chat, self.files = [], None, {}
+        self.bos, self.chat, self.files, self.file = [], None, {}, name
         self.lock = threading.Lock()  # of the backend, from its flag to its ids
         self.n_vocab = 1 + max(backend.get_vocab().values())
         added = backend.get_added_tokens_decoder()
@@ -90,7 +92,8 @@ class Tokenizer:
         """
         with self.lock:
             self.backend.encode_special_tokens = not special
-            return self.backend.encode(well_formed(text), add_special_tokens=False).ids
+            with in_one_line(f"{self.file}: cannot encode a text of {len(text)} characters"):
+                return self.backend.encode(well_formed(text), add_special_tokens=False).ids
 
     def encode_prompt(self, prompt: str | list[dict], before=()) -> list[int]:
         """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
@@ -139,7 +142,8 @@ class Tokenizer:
 
         Sentencepiece tokenizers drop a space at the beginning: a completion reads "4", not " 4", as in TRL.
         """
-        return self.backend.decode(ids)
+        with in_one_line(f"{self.file}: cannot decode {len(ids)} tokens"):
+            return self.backend.decode(ids)
 
     def stopper(self, texts: Sequence[str]):
         """-> a function of a completion's ids, called after each token: does the last one complete one of `texts`?
@@ -157,7 +161,7 @@ class Tokenizer:
         def is_over(ids):
             last = list(islice((i for i in reversed(ids) if i not in special), window + 3))[::-1]
             for n in range(window, window + 4):
-                tail = self.backend.decode(last[-n:])
+                tail = self.decode(last[-n:])
                 found = any(text in tail for text in texts)
                 if found or not tail.startswith("\ufffd"):
                     return found
@@ -227,6 +231,12 @@ def tokenizer_of(folder, files) -> Tokenizer:
     """A tokenizer.json and the files beside it."""
     config, generation, model = (read_json(folder / name) for name in (*FILES[1:3], "config.json"))
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+    for part in (backend.normalizer, backend.decoder):
+        times = growth(json.loads(part.__getstate__())) if part else 1
+        if times > MOST_GROWTH:
+            raise SnugError(
+                f"tokenizer.json makes a text {times:.0f} times as long; at most {MOST_GROWTH}"
+            )
     backend.no_truncation()
     backend.no_padding()
     probe, names = backend.encode("a"), token_names(config)
@@ -235,6 +245,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
     stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
     digest = hashlib.sha256(files["tokenizer.json"]).hexdigest()
     tokenizer = Tokenizer(f"tokenizer.json@{digest[:12]}", backend, stop_tokens)
+    tokenizer.file = folder / "tokenizer.json"
     tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
     begin = backend.token_to_id(names.get("bos_token", ""))
     if not tokenizer.bos and config.get("add_bos_token") and begin is not None:
@@ -252,7 +263,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
             names["strftime_now"] = datetime.fromisoformat(
                 files.setdefault(DATE, today).decode()
             ).strftime
-        tokenizer.chat = Chat(template, names, tokenizer.special)
+        tokenizer.chat = Chat(template, names, tokenizer.special, folder)
         written = tokenizer.special.get(tokenizer.chat.end)
         if written not in (None, *stop_tokens):
             tokenizer.stop_tokens += (written,)  # behind an answer, by the template
@@ -262,6 +273,18 @@ def tokenizer_of(folder, files) -> Tokenizer:
         files["generation_config.json"] = json.dumps(generation, indent=1).encode()
     tokenizer.files = files
     return tokenizer
+
+
+def growth(part: dict) -> float:
+    """A normalizer or decoder -> how many times as long its replacements may make a text."""
+    if part["type"] == "Sequence":
+        return math.prod(map(growth, part.get("normalizers") or part.get("decoders") or ()))
+    if part["type"] != "Replace":
+        return 1
+    text, size = part["pattern"].get("String"), len(part["content"])
+    return (
+        max(1, size / len(text)) if text else 1 + size
+    )  # a regular expression may fit between characters
 
 
 def stop_ids(backend, values):
