@@ -95,17 +95,13 @@ def matrices(base: Path, shape: dict):
 
 
 def is_target(config: dict, module: str) -> bool | None:
-    """Does PEFT adapt it? None: its defaults or its choice of layers say so, which are not read here."""
-
-    def among(names):
-        if isinstance(names, str):
-            return bool(re.fullmatch(names, module))
-        return any(f".{module}".endswith(f".{name}") for name in names or ())
-
-    targets = config.get("target_modules")
-    if targets in (None, "all-linear") or config.get("layers_to_transform") not in (None, []):
+    """Does PEFT adapt it? None: its defaults or a choice of layers say so, which are not read here."""
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    if targets in (None, "all-linear") or layers not in (None, []) or config.get("exclude_modules"):
         return None
-    return among(targets) and not among(config.get("exclude_modules"))
+    if isinstance(targets, str):
+        return bool(re.fullmatch(targets, module))
+    return any(f".{module}".endswith(f".{name}") for name in targets)
 
 
 def save_adapters(model, folder: str | Path, base: str | Path, settings):
