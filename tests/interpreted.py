@@ -65,6 +65,8 @@ def run_interpreted(file, at_least, request=None):
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     chosen = request and request.config.getoption("long")
+    if chosen and request.node.get_closest_marker("long"):
+        chosen = "too"  # what it runs is all long
     command += {"too": ["--long"], "only": ["--long-only"]}.get(chosen, [])
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:]

@@ -38,6 +38,7 @@ def copies(tensors):
     return [None if x is None else x.clone() for x in tensors]
 
 
+@pytest.mark.long
 @compiles
 def test_values_in_the_interpreter(request):
     run_interpreted(__file__, 12, request)

@@ -245,6 +245,7 @@ def test_help_may_be_read_in_part():
     assert run.stderr.read() == b"" and run.wait() == 0
 
 
+@pytest.mark.long
 def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
     words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=40 --eval_prompts=0".split()
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)

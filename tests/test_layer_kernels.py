@@ -43,6 +43,7 @@ DEQUANTIZE_TORCH = nf4.dequantize_torch
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
+@pytest.mark.long
 @compiles
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 def test_values_in_the_interpreter(request):

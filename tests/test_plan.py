@@ -53,10 +53,10 @@ PROFILED = "sequence level"  # compared with PyTorch's profiler too, which is sl
 CONFIGS = {
     PROFILED: dict(importance_sampling_level="sequence", max_tokens_per_micro_batch=306),
     "all on the host": BLOCK | LLAMA | dict(activation_offload=True, optimizer_device="host", grad_offload=True),
-    "bfloat16": dict(max_tokens_per_micro_batch=306, n_layer=4, n_embd=192, **BF16),
 }
 # Other tests plan like these: of NF4, of a CUDA device.
 RARE = {
+    "bfloat16": dict(max_tokens_per_micro_batch=306, n_layer=4, n_embd=192, **BF16),
     "entropy, importance, refilled": dict(
         entropy_coef=0.01, importance_sampling_cap=2.0, max_num_gen_batches=3, max_tokens_per_micro_batch=306
     ),

@@ -25,8 +25,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 STOPS = (3, 9)
 
 
+@pytest.mark.long
 @compiles
-@pytest.mark.both
 def test_in_the_interpreter(request):
     run_interpreted(__file__, 3, request)
 

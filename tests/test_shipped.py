@@ -111,7 +111,9 @@ WORDS = {word.partition("=")[2] or word for line in FOUND for word in shlex.spli
 NAMED = [line for line in FOUND if is_only_named(line)]
 SEVERAL = [line for line in FOUND if line.startswith("torchrun")]
 RUN = [line for line in FOUND if line not in [*NAMED, *SEVERAL, *GONE]]
-FORKS = [line for line in RUN if line.startswith("python -m runs.fork ")]  # each starts two runs
+FORKS = [
+    line for line in RUN if line.startswith("python -m runs.fork ")
+]  # each starts two runs; test_fork.py has short ones
 ON_HUB = sorted(word for word in WORDS if re.fullmatch(r"[A-Z]\w+/[\w.-]+", word))
 
 
@@ -296,7 +298,7 @@ def test_every_config_trains_and_evaluates(config, there, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=pytest.mark.long) if line in FORKS[1:] else line for line in RUN], ids=str
+    "line", [pytest.param(line, marks=pytest.mark.long) if line in FORKS else line for line in RUN], ids=str
 )
 def test_every_command_of_the_texts_runs(line, there, monkeypatch, capsys):
     if "gym" in line and not is_installed:
