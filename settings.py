@@ -643,5 +643,5 @@ class ExportSettings(FromGGUFSettings):
     adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")
 
 
-CLASSES = (GRPOSettings, SFTSettings, SampleSettings, EvaluateSettings)
-COMMANDS |= zip(("grpo.py", "train_sft.py", "sample.py", "evaluate.py"), CLASSES, strict=True)
+COMMANDS |= {"grpo.py": GRPOSettings, "train_sft.py": SFTSettings}
+COMMANDS |= {"sample.py": SampleSettings, "evaluate.py": EvaluateSettings}

@@ -149,9 +149,7 @@ class Saver:
         except UnsafeState:
             raise
         except KeyboardInterrupt as error:
-            paths = checkpoints(self.folder)
-            goes_on = f"--resume=auto goes on from {paths[-1]}" if paths else ""
-            error.args = (goes_on or "nothing was saved yet; start it again",)
+            error.args = (f"--resume=auto goes on from {newest_name(self.folder)}",)
             raise
         except Exception:
             unchanged = iteration > 0 and self.optimizer.steps == steps
@@ -189,4 +187,4 @@ def best_of(paths: list[Path], scores: dict) -> Path | None:
 
 def newest_name(folder: Path) -> str:
     paths = checkpoints(folder)
-    return str(paths[-1]) if paths else "the beginning, for there is no checkpoint"
+    return str(paths[-1]) if paths else "the beginning, for nothing was saved yet"

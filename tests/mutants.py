@@ -286,7 +286,8 @@ MUTANTS = [
     ("a chat model writes 32 tokens", "runs/prepare.py", "min(PRETRAINED_LENGTH, settings.block_size // 2)", "32", "test_models.py"),
     ("episodes: another environment's turns go on", "runs/prepare.py", "PROBLEM + CALLED + adapters", "PROBLEM + adapters", "test_checkpoint.py"),
     # runs/saver.py
-    ("Ctrl-C: goes on from the oldest", "runs/saver.py", "goes on from {paths[-1]}", "goes on from {paths[0]}", "test_notebook.py"),
+    ("of equal scores the oldest is the best", "runs/saver.py", "key=lambda path: (scores[iteration_of(path)], path.name)", "key=lambda path: scores[iteration_of(path)]", "test_saver.py"),
+    ("Ctrl-C: goes on from the oldest", "runs/saver.py", "return str(paths[-1]) if paths", "return str(paths[0]) if paths", "test_notebook.py"),
     ("tokenizer not kept beside the checkpoint", "runs/saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
     ("the best by pass@1 alone", "runs/saver.py", '"eval_reward_mean" if self.settings.reward_funcs else "pass_at_1"', '"pass_at_1"', "test_scoring.py"),
     # runs/verdict.py
@@ -510,6 +511,7 @@ MUTANTS = [
     # snug/options/other_names.toml
     ("an answer names no option", "snug/options/other_names.toml", "evaluate.py takes --num_samples", "evaluate.py takes --num_sample", "test_settings.py"),
     # snug/options/__init__.py
+    ("0 is not false", "snug/options/__init__.py", ', "0": False}', "}", "test_settings.py"),
     ("an option of this command is one of others", "snug/options/__init__.py", "if scripts and name not in fields(cls):", "if scripts:", "test_commands.py"),
     ("a similar name without its folder", "snug/options/__init__.py", "did you mean {names[near[0]]}?", "did you mean {near[0]}?", "test_settings.py"),
     ("what is above a run comes before snug's", "snug/options/__init__.py", "(Path(__file__).parents[2], *ABOVE)", "(*ABOVE, Path(__file__).parents[2])", "test_commands.py"),

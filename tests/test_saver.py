@@ -18,7 +18,7 @@ import grpo
 import train_sft
 from runs import checkpoint
 from runs.prepare import prepare
-from runs.saver import Saver, not_finite
+from runs.saver import Saver, best_of, not_finite
 from settings import SFTSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
@@ -82,6 +82,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert run.kept() == [5, 8, 10] and run.best() == 5
     assert checkpoint.newest(tmp_path / "best").name == "checkpoint-000005"
     assert checkpoint.newest(tmp_path).name == "checkpoint-000010"
+
+
+def test_of_equal_scores_the_newest_is_the_best(tmp_path):
+    paths = [tmp_path / f"checkpoint-{done:06d}" for done in (2, 4, 6, 8)]
+    assert best_of(paths, {2: 0.5, 4: 0.9, 6: 0.9, 8: None}) == best_of(paths[::-1], {4: 0.9, 6: 0.9}) == paths[2]
+    assert best_of(paths, {2: 0.0}) == paths[0] and best_of(paths, {8: None}) is best_of([], {2: 0.5}) is None
 
 
 def test_a_resumed_run_knows_the_scores_from_the_log(tmp_path):

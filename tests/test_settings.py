@@ -210,7 +210,8 @@ def test_ways_to_write_a_value():
     assert read(SFTSettings, "--seed", "3", "--seed=4").seed == 4  # the last one holds
     assert type(read(SFTSettings, "--learning_rate=1").learning_rate) is float
     assert read(SFTSettings, "--bias=true").bias is read(SFTSettings, "--bias=1").bias is True
-    assert read(SFTSettings, "--plan", "--tie_embeddings=False").tie_embeddings is False
+    for text in ("False", "false", "0"):
+        assert read(SFTSettings, "--plan", f"--tie_embeddings={text}").tie_embeddings is False
     assert read(GRPOSettings, "--reward_funcs=a:b, c.d:e").reward_funcs == ["a:b", "c.d:e"]
     assert read(GRPOSettings, "--reward_funcs=").reward_funcs == []
     assert read(GRPOSettings, "--reward_funcs=a:b", "--reward_weights=2").reward_weights == [2.0]
