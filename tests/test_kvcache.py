@@ -103,6 +103,12 @@ def test_attention_within_a_window(window, columns):
     assert run_rows(cache, config, prompts, LONG_ROWS, 1e-12, rotary=True) == 80
 
 
+def test_a_window_that_begins_in_prompts_of_one_length():
+    """All slots write the same column, so nothing but the window hides anything."""
+    cache, config, prompts = make_cache(slots=3, group_size=1, lengths=(9, 9, 9), sliding_window=8)
+    assert run_rows(cache, config, prompts, [[(s, s, t) for s in range(3)] for t in range(6)], 1e-12) == 18
+
+
 @pytest.mark.parametrize("lengths", [(9, 9, 9), (9, 4, 1)])
 def test_one_row_a_prompt(lengths):
     """In the prompts' order, then with a row that begins later, then out of order."""
