@@ -2,24 +2,39 @@
 
 Completions are untrusted: their length is limited first, they are searched once, and nothing in them is executed.
 
-    #### 42   #### $1,000.50 a week.   \\boxed{-7\\%}       are numbers: "42", "1000.5", "-7"
+    #### 42   #### **$1,000.50** a week.   \\boxed{-7\\%}   are numbers: "42", "1000.5", "-7"
     #### 84/2   #### 18 or 19   #### 1,00   #### 4e1      are none
 
 Words after the number are ignored: 42 thousand is 42. Left out: fractions, exponents, digits other than 0 to 9, decimal
-commas, numbers in words, currencies other than $. Tests: tests/test_gsm8k.py.
+commas, numbers in words.
+
+A minus sign is a hyphen, U+2212, an en dash or another dash, but not the long one, or `minus` or `negative`. Between it
+and its number may be spaces, a currency and marks such as **. It is the number's unless it is an operator or a bullet:
+
+    is -5   is - 5   = –5   = - $5   **-5**   is negative 5   3 -5              -5
+    3-5   3 - 5   x - 5   (3) - 5   50% - 5   top-5   12 minus 5   3+-5          5
+    - 5 at the start of a line, behind another line                              5
+
+Tests: tests/test_gsm8k.py.
 """
 
 import re
 
 MAX_COMPLETION = 200_000  # characters; longer completions have no answer
 MAX_ANSWER = 200  # characters of the line after ####, or inside \boxed{}; of any number
-# A run of digits, dots and commas, after a sign that is no operator (3-5) and a dollar. \u2212 is a minus sign.
-RUN = re.compile(
-    r"(?:(?<![0-9A-Za-z_)\]}%+\u2212-])[-+\u2212])?(?:\\?\$ ?)?(?:(?<![A-Za-z.])\.)?[0-9]+(?:[.,][0-9]+)*"
-)
-NUMBER = re.compile(r"([-+\u2212]?)\\?\$? ?([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]+))?")
-# What stands before a run that is only the end of a number: 1/2, 10^3, 4e1, 4e-1
-PART = re.compile(r"(?:[/^]|[0-9][A-Za-z]|[0-9][eE][-+\u2212])\Z")
+NEAR = 60  # characters before a number that say whether it has a sign
+RUN = re.compile(r"(?:(?<![A-Za-z.])\.)?[0-9]+(?:[.,][0-9]+)*")
+NUMBER = re.compile(r"([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]+))?")
+DASH = r"\-\u2010-\u2013\u2212\ufe63\uff0d"
+MARKS = r"(?:[*_`$€£¥₹]|\\[$(]|[^\S\n])*"  # what may surround a number
+SIGN = re.compile(rf"(?:[{DASH}]|(?<![A-Za-z])(?i:minus|negative))({MARKS})\Z")
+BEGIN = re.compile(rf"{MARKS}(?:[{DASH}+]|(?i:minus|negative))?{MARKS}")
+# What stands right before an operator; and before one that is apart from its number: an operand, such as a letter but
+# not a word, or the start of a line.
+CLOSE = re.compile(rf"[0-9A-Za-z_)\]}}%{DASH}+]\Z")
+APART = re.compile(r"(?:(?:[0-9)\]}%°²³$€]|[0-9]\*\*|(?<![A-Za-z'’])[B-HJ-Zb-z])[^\S\n]+|\n[^\S\n]*)\Z")
+# What stands before a run that is only the end of a number: 1/2, 10^3, 4e1, 4e-1, \frac{1}{2}
+PART = re.compile(rf"(?:(?:[/^]{{?|}}{{)[{DASH}+]?(?:\\?[$] ?)?|[0-9][A-Za-z]|[0-9][eE][{DASH}+])\Z")
 BOX = re.compile(r"((?:[^{}]|{[^{}]*})*)}")  # the content of \boxed{}: 42 \text{ apples}
 
 
@@ -37,10 +52,11 @@ def number_after_marker(completion: str) -> str | None:
     else:
         inside = BOX.match(completion, box + 7) if box >= 0 else None
         text = inside[1].strip() if inside else ""
-    run = RUN.match(text) if len(text) <= MAX_ANSWER else None
+    run = RUN.search(text) if len(text) <= MAX_ANSWER else None
     if not run or any(character.isnumeric() for character in text[run.end() :]):
         return None
-    return spell(run[0])
+    before = text[: run.start()]
+    return spell(before, run[0]) if BEGIN.fullmatch(before) else None
 
 
 def last_number(completion: str):
@@ -48,7 +64,6 @@ def last_number(completion: str):
 
         "It costs $1,000.50." -> "1000.5"    "x=-7" -> "-7"    "29+21=50" -> "50"    "3-5" -> "5"    "1/2" -> None
 
-    A sign right before the number belongs to it, but after a digit, a letter or a closing bracket it is an operator.
     If the last digits are only part of a number (1/2, 10^3, 4e1, 5², 1.2.3, 1,00), the text has none.
     """
     run = None
@@ -56,20 +71,27 @@ def last_number(completion: str):
         run = max(RUN.finditer(completion), key=re.Match.end, default=None)
     if not run or completion[run.end() : run.end() + 1].isnumeric():
         return None
-    if PART.search(completion[max(run.start() - 3, 0) : run.start()]):
-        return None
-    return spell(run[0])
+    before = completion[max(run.start() - NEAR, 0) : run.start()]
+    return None if PART.search(before) else spell(before, run[0])
 
 
-def spell(run: str):
-    """ "-$1,000.50" -> "-1000.5"; None for 1,00 and 1.2.3."""
+def spell(before: str, run: str):
+    """ "is -$", "1,000.50" -> "-1000.5"; None for 1,00 and 1.2.3."""
     number = NUMBER.fullmatch(run)
     if not number or len(run) > MAX_ANSWER:
         return None
-    sign, whole, fraction = number.groups("")
+    whole, fraction = number.groups("")
     digits = whole.replace(",", "").lstrip("0") or "0"
     text = f"{digits}.{fraction}".rstrip("0").rstrip(".")
-    return "-" + text if sign in ("-", "\u2212") and text != "0" else text
+    return "-" + text if text != "0" and is_negative(before) else text
+
+
+def is_negative(before: str) -> bool:
+    """Does a text end with a sign of the number behind it? The docstring above has the rule."""
+    sign = SIGN.search(before)
+    left = before[: sign.start()] if sign else ""
+    operator = CLOSE.search(left) or sign and re.search(r"\s", sign[1]) and APART.search(left)
+    return bool(sign and not operator)
 
 
 def in_answer_tags(completion: str) -> str | None:

@@ -71,6 +71,7 @@ MARKED = dict.fromkeys(FORTY_TWO, "42") | dict.fromkeys(NO_NUMBER)
 MARKED |= {f"so\n#### {text}\nQuestion 2:": number for text, number in SPELLINGS.items()}
 LAST = {"29 + 21 = 50.": "50", "29+21=50": "50", "x=-7": "-7", "答案是-50。": "-50", "3 -5": "-5"}
 LAST |= dict.fromkeys(["3-5", "3-$5", "x-5", "10%-5"], "5")
+LAST |= dict.fromkeys(["10^{3}", "10^{-3}", "\\frac{1}{2}", "\\frac{1}{-2}", "1/-2", "1/$2", "4e-1", "2^-5"])
 LAST |= {"x" * (MAX_COMPLETION - 2) + "50": "50", "x" * (MAX_COMPLETION - 1) + "50": None}
 LAST |= {f"so {text}": number for text, number in SPELLINGS.items()}
 
@@ -86,6 +87,164 @@ def test_number_after_marker(task):
 def test_last_number():
     for text, number in LAST.items():
         assert last_number(text) == number, text[:80]
+
+
+# A text with a dash and what it ends with. No digits stand before it in the first, so its number is negative.
+MINUS = [
+    "is -5",
+    "is - 5",
+    "= -5",
+    "= - 5",
+    "=-5",
+    "=\u20135",
+    "= \u2013 5",
+    "is \u2212 5",
+    "is \u20105",
+    "is \u20115",
+    "is \u2012 5",
+]
+MINUS += [
+    "is \uff0d5",
+    "is \ufe635",
+    "is -\u00a05",
+    "is  -  5",
+    "(-5)",
+    "[-5]",
+    "{- 5}",
+    "| - 5 |",
+    "-5",
+    "- 5",
+    "a\n-5",
+    "12\n-5",
+]
+MINUS += [
+    "is -$5",
+    "is - $5",
+    "is $-5",
+    "is - $ 5",
+    "is -\\$5",
+    "$- 5$",
+    "$-5$",
+    "is -\u20ac5",
+    "is \u2013 \u00a35",
+    "\\(-5\\)",
+    "**-5**",
+]
+MINUS += [
+    "is **-5**",
+    "is -**5**",
+    "is - **5**",
+    "is - *5*",
+    "is `-5`",
+    "is negative 5",
+    "is Negative 5",
+    "is minus $5",
+    "= minus 5",
+]
+MINUS += [
+    "it's - 5",
+    "a - 5",
+    "so: - 5",
+    "3 -5",
+    "3 - -5",
+    "3 * -5",
+    "12 apples, so - 5",
+    "that\u2019s - 5.",
+    "is -5%",
+    "-5.0",
+    "-005",
+]
+OPERATOR = [
+    "3-5",
+    "3 - 5",
+    "3  -  5",
+    "3 -  5",
+    "3- 5",
+    "3\u20135",
+    "3 \u2013 5",
+    "3 \u2212 5",
+    "3 minus 5",
+    "x-5",
+    "x - 5",
+    "5x - 5",
+    "x\u00b2 - 5",
+]
+OPERATOR += [
+    "(3) - 5",
+    "[3] - 5",
+    "{3} - 5",
+    "50% - 5",
+    "50%-5",
+    "90\u00b0 - 5",
+    "$3$ - 5",
+    "3\u20ac - 5",
+    "**3** - 5",
+    "3 - $5",
+    "3 - **5**",
+]
+OPERATOR += [
+    "x_-5",
+    "top-5",
+    "COVID-5",
+    "3+-5",
+    "3--5",
+    "--5",
+    "B - 5",
+    "so \u2014 5",
+    "so\u20145",
+    "is 5 -",
+    "is +5",
+    "= + 5",
+    "is -\n5",
+]
+OPERATOR += [
+    "They are\n- 5",
+    "They are\n  - 5 apples",
+    "They are\n- **5**",
+    "12\n\u2013 5",
+    "3 - 0, 5",
+    "-3, 5",
+    "-3 is 5",
+]
+
+
+@pytest.mark.parametrize("text", MINUS)
+def test_a_sign_apart_from_its_number_is_its_sign(text):
+    assert last_number(text) == last_number(f"It {text} in all.") == "-5"
+
+
+@pytest.mark.parametrize("text", OPERATOR)
+def test_a_dash_behind_a_number_a_letter_or_a_line_is_no_sign(text):
+    assert last_number(text) == "5"
+
+
+EIGHTEEN = [
+    "18",
+    "**18**",
+    "__18__",
+    "*18*",
+    "***18***",
+    "`18`",
+    "$18$",
+    "**$18**",
+    "$\\$18$",
+    "\\$18",
+    "\\(18\\)",
+    "+18",
+    "+ 18",
+]
+EIGHTEEN += ["**18** apples", "**18.00**", "\u20ac18", "$ 18"]
+NOT_EIGHTEEN = ["**18** or 19", "**x = 18**", "(18)", "18**2", "--18", "- -18", "\u00b118", "\u2014 18", "** or 18"]
+
+
+@pytest.mark.parametrize("form", ["#### {}", "so **#### {}", "\\boxed{{{}}}"])
+def test_marks_and_signs_around_the_number_behind_a_marker(form):
+    for text in EIGHTEEN:
+        assert number_after_marker(form.format(text)) == "18", text
+    signed = ["-{}", "- {}", "\u2013{}", "\u2212 {}", "minus {}", "Negative {}", "**-{}", "$-{}$"]
+    for text in [sign.format(text) for sign in signed for text in EIGHTEEN[:12] if "+" not in text]:
+        assert number_after_marker(form.format(text)) == "-18", text
+    assert [number_after_marker(form.format(text)) for text in NOT_EIGHTEEN] == [None] * len(NOT_EIGHTEEN)
 
 
 numbers = st.builds(
