@@ -11,7 +11,8 @@ answer: text, a number or a boolean. The task's own reward is 1 if the completio
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. If reward_funcs score, the answer may be anything, or missing.
 demonstration: what train_sft.py learns, if not the answer. All other columns go to the reward functions.
-prompt_column and answer_column name the first two if they have other names in your file.
+prompt_column and answer_column name the first two if they have other names in your file. Reward functions get these
+columns under both names. A message's role is system, developer, user, assistant or tool.
 
 Without test_file one prompt in ten is held out, or more of a small file: rows.py.
 Left out: completions of several messages, tool calls.
@@ -27,6 +28,7 @@ from data.rows import FileTask
 from snug.options import SnugError
 
 NUMBERS = (int, float)  # bool is none
+ROLES = "system", "developer", "user", "assistant", "tool"
 
 
 class Jsonl(FileTask):
@@ -55,8 +57,10 @@ class Jsonl(FileTask):
         for name, column in self.names.items():
             if column == "prompt" and "prompt" not in row and "messages" in row:
                 column = "messages"
-            if column in row:
-                row[name] = row.pop(column)
+            if column in value:
+                row[name] = value[column]
+                if column in ARGUMENTS:
+                    row.pop(column, None)
             elif name == "prompt" or column != "answer" and not self.free:
                 advice = f"it has {', '.join(value)}; name it with --{name}_column=NAME"
                 raise ValueError(f"has no column {column}; {advice}")
@@ -117,6 +121,8 @@ def as_message(message) -> dict:
     """
     match message:
         case {"role": str(role), "content": str(text) | [{"text": str(text)}], **others}:
+            if role not in ROLES:
+                raise ValueError(f"{role!r:.40} is no role of a message; write {', '.join(ROLES)}")
             if not any(others.values()):
                 return dict(role=role, content=text)
     raise ValueError(f'a message must be {{"role": text, "content": text}}, not {message!r:.40}')

@@ -14,8 +14,9 @@ from test_grpo import tiny
 
 import sample
 import train_sft
-from data import make_task
+from data import load_reward_function, make_task
 from data.jsonl import Jsonl, text_of
+from data.rewards import repeat_columns, total_rewards
 from data.task import split_of
 from evaluate import prepare_evaluation
 from grpo import main
@@ -118,7 +119,7 @@ def test_a_conversation_is_a_prompt_and_its_last_message_the_demonstration(tmp_p
         for cls, more in ((SFTSettings, {}), (GRPOSettings, dict(reward_funcs=["a:b"]))):
             task = task_of(path, cls, **options, **more)
             found = sorted(sum(task.rows.values(), []), key=lambda row: int(row["prompt"][1]["content"][:-1]))
-            assert found == [dict(prompt=row[column][:-1], level=2, demonstration="x") for row in rows]
+            assert found == [row | dict(prompt=row[column][:-1], demonstration="x") for row in rows]
             assert task.demonstration(found[0], None) == "x"
     rows = [dict(messages=messages[:-1], prompt=f"p{i}", answer=1) for i, messages in enumerate(conversations(30, "x"))]
     assert all(row["prompt"][0] == "p" and row["messages"] for row in rows_of_any(written(tmp_path, rows)))
@@ -126,7 +127,7 @@ def test_a_conversation_is_a_prompt_and_its_last_message_the_demonstration(tmp_p
         blank = [dict(messages=messages, demonstration=empty) for messages in conversations(30, "x")]
         assert {row["demonstration"] for row in rows_of_any(written(tmp_path, blank))} == {"x"}
     asked = rows_of_any(written(tmp_path, [dict(messages=row["messages"], answer=1) for row in rows]))
-    assert all(row.keys() == {"prompt", "answer"} and row["prompt"][-1]["role"] == "user" for row in asked)
+    assert all(row.keys() == {"prompt", "answer", "messages"} and row["prompt"][-1]["role"] == "user" for row in asked)
 
 
 @pytest.mark.parametrize("parts", [False, True])
@@ -142,6 +143,15 @@ def test_messages_may_have_null_keys_and_a_part_of_text(tmp_path, parts):
     found = sum(task_of(str(tmp_path / "a.parquet")).rows.values(), [])
     assert sorted(row["prompt"][1]["content"] for row in found) == sorted(f"{i}=" for i in range(20))
     assert all(row["prompt"][0] == dict(role="system", content="Add.") for row in found)
+    for role in ("human", "gpt", "model", "User", ""):
+        with pytest.raises(
+            SnugError, match=f"data.jsonl:2: '{role}' is no role of a message; write system, developer, user"
+        ):
+            bad = [dict(role="user", content="x"), dict(role=role, content="x")]
+            task_of(written(tmp_path, [dict(prompt="x", answer=1), dict(prompt=bad, answer=1)]))
+    known = [dict(role=role, content="x") for role in ("system", "developer", "user", "assistant", "tool")]
+    rows = [dict(prompt=[*known, dict(role="user", content=f"{i}")], answer=1) for i in range(30)]
+    assert all(row["prompt"][:5] == known for row in rows_of_any(written(tmp_path, rows)))
     for bad in (dict(content=[dict(type="image")]), dict(tool_calls=[1]), dict(content=None)):
         with pytest.raises(SnugError, match="data.jsonl:1: a message must be"):
             task_of(written(tmp_path, [dict(prompt=[dict(role="user", content="x") | bad], answer=1)]))
@@ -205,14 +215,29 @@ def test_of_a_small_file_a_fifth_or_twenty_rows_are_held_out(tmp_path, n, least)
 
 
 def test_columns_of_other_names(tmp_path):
-    """They take the place of a prompt and an answer of the file's own."""
+    """They take the place of a prompt and an answer of the file's own, and reward functions have them under both names.
+
+    Not under a name that an argument of reward functions has."""
     rows = [dict(prompts=f"{i}=", prompt="no", answer="no", solution=i, level=2) for i in range(50)]
     path, names = written(tmp_path, rows), dict(prompt_column="prompts", answer_column="solution")
-    assert rows_of(path, **names) == [dict(prompt=f"{i}=", answer=i, level=2) for i in range(50)]
+    assert rows_of(path, **names) == [dict(prompt=f"{i}=", answer=i, solution=i, level=2) for i in range(50)]
+    path = written(tmp_path, [dict(question=f"{i}=", solution=i) for i in range(50)])
+    both = rows_of(path, prompt_column="question", answer_column="solution")
+    assert both == [dict(prompt=f"{i}=", answer=i, question=f"{i}=", solution=i) for i in range(50)]
+    path = written(tmp_path, [dict(prompt=f"{i}", answer=f"{i}=") for i in range(50)])  # the other way round
+    swapped = rows_of(path, prompt_column="answer", answer_column="prompt")
+    assert all(row == dict(prompt=f"{row['answer']}=", answer=row["answer"]) for row in swapped)
+
+    def mine(prompts, completions, question, solution, answer, **columns):
+        return [float(a == s and q == p) for a, s, q, p in zip(answer, solution, question, prompts, strict=True)]
+
+    load_reward_function("a:mine", {"a:mine": mine}, both[0])
+    prompts = [row["prompt"] for row in both]
+    assert total_rewards([mine], prompts, prompts, repeat_columns(both)).totals == [1.0] * 50
     assert rows_of(written(tmp_path, GOOD), prompt_column="prompt") == GOOD
     test_file = written(tmp_path, [dict(prompts="x", solution=1)], "test.jsonl")
     path = written(tmp_path, [dict(prompts=f"{i}=", solution=i) for i in range(50)])
-    assert task_of(path, test_file=test_file, **names).rows["test"] == [dict(prompt="x", answer=1)]
+    assert task_of(path, test_file=test_file, **names).rows["test"] == [dict(prompt="x", answer=1, solution=1)]
     wrong = names | dict(answer_column="solutoin")
     message = "data.jsonl:1: has no column solutoin; it has prompts, solution; name it with --answer_column=NAME"
     with pytest.raises(SnugError, match=message):
