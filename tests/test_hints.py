@@ -42,6 +42,8 @@ def test_equal_rewards_have_three_causes():
     assert "every reward is the same" in same and "the prompts are solved, or the reward function" in same
     assert "always solved, or never" in most and "max_num_gen_batches" in most
     assert not any("too easy or too hard" in text for text in (none, same, most))
+    nothing = hints(WELL | dict(frac_reward_zero_std=1, reward_std=0, reward_mean=math.nan, scored_fraction=0))
+    assert "nothing was scored: every reward function returned None" in nothing["frac_reward_zero_std"]
     taught = dict(frac_reward_zero_std=1, reward_std=0, reward_mean=0, divergence=0.3)
     assert hints(WELL | taught) == {}  # a teacher teaches without rewards
 
@@ -73,6 +75,14 @@ def test_a_reward_that_falls_with_length_asks_for_no_longer_completions(lengths,
     assert repr(rollout_metrics(unscored).get(name)) == repr(metrics.get(name))
     text = hints(metrics)["truncated_fraction"]
     assert ("raise max_new_tokens" in text) == rising and ("shorter ones have higher rewards" in text) != rising
+
+
+def test_the_share_of_completions_that_were_scored():
+    for unscored in (0, 3, 8):
+        metrics = rollout_metrics(scored([5] * 8, [math.nan] * unscored + [1.0] * (8 - unscored), 16))
+        assert metrics["scored_fraction"] == 1 - unscored / 8 and metrics["reward_std"] == 0
+        found = hints(metrics | dict(frac_reward_zero_std=1.0))["frac_reward_zero_std"]
+        assert ("nothing was scored" in found) == (unscored == 8) != ("every reward is the same" in found)
 
 
 def test_hints_name_options_that_there_are():

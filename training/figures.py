@@ -110,6 +110,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     if scored.by_function:  # not with a teacher alone
         deviation = float(rewards.std()) if len(rewards) > 1 else 0.0
         metrics = dict(reward_mean=float(rewards.mean()), reward_std=deviation)
+        metrics["scored_fraction"] = len(rewards) / scored.rewards.numel()
         both = torch.stack([scored.rewards.flatten(), rollouts.completion_lengths.cpu()])  # (2, N)
         both = both[:, rollouts.stopped.cpu() & ~both[0].isnan()]
         if both.shape[1] > 8:  # fewer say little
