@@ -19,6 +19,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import shorten
 from traceback import format_exception
 
 from snug.options import SnugError, described, in_one_line, plain, told
@@ -28,6 +30,7 @@ from snug.options.progress import say
 CONSOLE = {
     "reward_mean": "  reward {:.3f}",
     "reward_std": " (sd {:.2f})",
+    "rewards": "  {}",
     "loss": "  loss {:.4f}",
     "kl": "  kl {:.4f}",
     "divergence": "  divergence {:.4f}",
@@ -54,6 +57,13 @@ def console_line(record: dict, total: int) -> str:
     line = "before training"
     if "iter" in record:
         line = f"iter {record['iter']:>{len(str(total))}}/{total}"
+    means = [
+        f"{name[7:]} {record[name]:.2f}"
+        for name in record
+        if name[:7] == "reward/" and record[name] is not None
+    ]
+    width = max(get_terminal_size((999, 0)).columns - 40, 9)  # beside the total, in the first row
+    record |= dict(rewards=shorten(" ".join(means), width, placeholder="...") or None)
     for name, text in CONSOLE.items():
         value = record.get(name)
         if value is not None and (value or not name.endswith(("_steps", "_errors"))):
