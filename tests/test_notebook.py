@@ -71,7 +71,7 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
         return [1 - len(text) / 8 for text in completions]
 
     options = SMALL | dict(out_dir=str(tmp_path / "run"), beta=0.0)
-    run = grpo.train(prompts=PROMPTS, reward_funcs=[short], **options)
+    run = grpo.train(prompts=PROMPTS, reward_funcs=short, **options)
     assert run.finished and [record["iter"] for record in run.log] == [0, 1] and calls[0] == (0, 4)
     # two evaluations' halves before training, an iteration, an iteration, two halves after the last
     assert [step for step, _ in calls[:6]] == [0, 0, 0, 1, 2, 2]
@@ -90,13 +90,12 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     )
     data = json.loads((tmp_path / "run/settings.json").read_text())["data_file"]
     assert [json.loads(line) for line in Path(data).read_text().splitlines()] == PROMPTS
-    again = grpo.train(resume=run.folder, reward_funcs=[short], max_iters=3)
-    assert len(again.log) == 3
+    again = grpo.train(resume=run.folder, reward_funcs=[short, renamed(short)], max_iters=3)
+    assert len(again.log) == 3 and {"reward/short.0", "reward/short.1"} <= again.log[2].keys()
     for wrong, message in (
         (dict(learning_rat=1.0), "unknown option learning_rat; did you mean learning_rate?"),
         (dict(learning_rate="fast"), "learning_rate takes a number, not 'fast'"),
         (dict(reward_funcs=[lambda completions: [0]]), "must take ..columns"),
-        (dict(reward_funcs=[short, renamed(short)]), "^two functions have the name test_notebook:short: rename one$"),
         (
             dict(prompts=[{"prompt": "a"}, {"prompt": object()}]),
             "prompts: row 2 must be .* that JSON can hold .*object",

@@ -43,12 +43,12 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
         if not callable(value):
             return value
         spec = f"{value.__module__}:{name_of(value)}"
-        if functions.setdefault(spec, value) is not value:
-            raise SnugError(f"two functions have the name {spec}: rename one")
+        while functions.setdefault(spec, value) is not value:
+            spec += "+"
         return spec
 
     if reward_funcs is not None:
-        options["reward_funcs"] = reward_funcs
+        options["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
     for option in {"reward_funcs", "tools", "environment", "loss_type"} & options.keys():
         value = options[option]
         options[option] = list(map(name, value)) if isinstance(value, list | tuple) else name(value)
