@@ -230,6 +230,54 @@ def test_a_terminal_has_the_bar_a_pipe_has_the_lines(folder, console):
         assert lines == "starting\n" and "\x1b" not in child.stdout.read()
 
 
+PRINTS = """
+from snug.options.progress import counted, phase, say
+with phase("GRPO", 3, "iterations") as bar, phase("reward"):
+    print("hello")
+    print("a", end="")
+    print("b", flush=True)
+    say("iter 0")
+    for _ in counted([1], "prompts"):
+        print("two\\nlines")
+    print("no end", end="")
+print("after")
+"""
+
+
+def screen(text):
+    """What a terminal shows: rows of text, without the escape codes that move the cursor over empty rows."""
+    rows, column = [""], 0
+    for char in re.sub(r"\x1b\[\w", "", text):
+        if char == "\n":
+            rows.append("")
+        elif char != "\r":
+            rows[-1] = rows[-1][:column].ljust(column) + char + rows[-1][column + 1 :]
+        column = 0 if char in "\r\n" else column + 1
+    return [row.rstrip() for row in rows]
+
+
+@pytest.mark.parametrize("console", ["terminal", "pipe"])
+def test_what_a_reward_function_prints_is_above_the_bar(console):
+    import pty
+
+    main, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (40, 80))
+    out = subprocess.PIPE if console == "pipe" else terminal
+    child = subprocess.Popen([sys.executable, "-c", PRINTS], cwd=HOME, stdout=out, stderr=terminal)
+    os.close(terminal)
+    seen, printed = b"", child.stdout and child.stdout.read().decode()
+    with suppress(OSError):
+        while data := os.read(main, 65536):
+            seen += data
+    said = ["hello", "ab", "iter 0", "two", "lines", "no endafter"]
+    if console == "pipe":
+        assert printed.split("\n") == [*said, ""] and "hello" not in seen.decode()
+    else:
+        assert [row for row in screen(seen.decode()) if row and "%" not in row] == said
+        assert b"GRPO" in seen and b"reward" in seen
+    assert child.wait() == 0
+
+
 def test_a_pipe_whose_reader_is_gone_ends_neither_a_run_nor_an_evaluation(folder):
     for name, line in dict(
         run=QUICK + "gone", evaluation=COMMANDS["evaluate"][0] + " --samples_file=gone.jsonl"
