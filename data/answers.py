@@ -27,12 +27,14 @@ RUN = re.compile(r"(?:(?<![A-Za-z.])\.)?[0-9]+(?:[.,][0-9]+)*")
 NUMBER = re.compile(r"([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]+))?")
 DASH = r"\-\u2010-\u2013\u2212\ufe63\uff0d"
 MARKS = r"(?:[*_`$€£¥₹]|\\[$(]|[^\S\n])*"  # what may surround a number
-SIGN = re.compile(rf"(?:[{DASH}]|(?<![A-Za-z])(?i:minus|negative))({MARKS})\Z")
-BEGIN = re.compile(rf"{MARKS}(?:[{DASH}+]|(?i:minus|negative))?{MARKS}")
-# What stands right before an operator; and before one that is apart from its number: an operand, such as a letter but
-# not a word, or the start of a line.
-CLOSE = re.compile(rf"[0-9A-Za-z_)\]}}%{DASH}+]\Z")
-APART = re.compile(r"(?:(?:[0-9)\]}%°²³$€]|[0-9]\*\*|(?<![A-Za-z'’])[B-HJ-Zb-z])[^\S\n]+|\n[^\S\n]*)\Z")
+MINUS = rf"(?:[{DASH}]|(?<![A-Za-z])(?i:minus|negative))"
+BEGIN = re.compile(rf"{MARKS}(?:{MINUS}|\+)?{MARKS}")
+# A minus is an operator, group 1, right behind a number, a letter, a bracket, a sign. Apart from its number it is one
+# also behind spaces and a number or a single letter, not a word; at the start of a line it is a bullet.
+OPERAND = r"(?:[0-9)\]}%°²³$€]|[0-9]\*\*|(?<![A-Za-z'’])[B-HJ-Zb-z])[^\S\n]+|\n[^\S\n]*"
+SIGN = re.compile(
+    rf"((?:[0-9A-Za-z_)\]}}%{DASH}+]|(?:{OPERAND})(?={MINUS}\S*\s)){MINUS})?(?:(?(1)|{MINUS})){MARKS}\Z"
+)
 # What stands before a run that is only the end of a number: 1/2, 10^3, 4e1, 4e-1, \frac{1}{2}
 PART = re.compile(rf"(?:(?:[/^]{{?|}}{{)[{DASH}+]?(?:\\?[$] ?)?|[0-9][A-Za-z]|[0-9][eE][{DASH}+])\Z")
 BOX = re.compile(r"((?:[^{}]|{[^{}]*})*)}")  # the content of \boxed{}: 42 \text{ apples}
@@ -83,15 +85,8 @@ def spell(before: str, run: str):
     whole, fraction = number.groups("")
     digits = whole.replace(",", "").lstrip("0") or "0"
     text = f"{digits}.{fraction}".rstrip("0").rstrip(".")
-    return "-" + text if text != "0" and is_negative(before) else text
-
-
-def is_negative(before: str) -> bool:
-    """Does a text end with a sign of the number behind it? The docstring above has the rule."""
     sign = SIGN.search(before)
-    left = before[: sign.start()] if sign else ""
-    operator = CLOSE.search(left) or sign and re.search(r"\s", sign[1]) and APART.search(left)
-    return bool(sign and not operator)
+    return "-" + text if sign and not sign[1] and text != "0" else text
 
 
 def in_answer_tags(completion: str) -> str | None:

@@ -20,8 +20,8 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 
 from snug.options import SnugError
@@ -51,16 +51,24 @@ def awaited(answer, seconds: float = 0.0):
         return answer
     with LOCK:
         future = asyncio.run_coroutine_threadsafe(answer, event_loop())
-    if wait([future], seconds or None).not_done:
+    try:
+        if wait([future], seconds or None).not_done:
+            raise OutOfTime
+        return future.result()
+    finally:
         future.cancel()
-        raise OutOfTime
-    return future.result()
 
 
 @cache
 def event_loop():
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def work():
+        while True:
+            with suppress(BaseException):  # a coroutine's SystemExit ends run_forever
+                loop.run_forever()
+
+    threading.Thread(target=work, daemon=True).start()
     return loop
 
 
@@ -83,6 +91,8 @@ def in_a_thread(function, arguments, seconds):
     def work():
         try:
             outcome.set_result(function(**arguments))
+        except KeyboardInterrupt:  # Ctrl-C reaches the main thread alone
+            outcome.set_exception(RuntimeError("KeyboardInterrupt"))
         except BaseException as error:
             outcome.set_exception(error)
 
@@ -103,11 +113,13 @@ def blaming(what: str, limit: str, hint: str):
     """
     try:
         yield
-    except (Exception, SystemExit, OutOfTime) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         problem = f"took longer than {limit} seconds"
         if not isinstance(error, OutOfTime):
             place = traceback.extract_tb(error.__traceback__)[-1]
-            problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
+            problem = f"raised {type(error).__name__}: {text_of(error)[:200]!r}"
             problem += f" at {Path(place.filename).name}:{place.lineno}"
         if isinstance(error, KeyError | AttributeError | TypeError):
             problem += f"; {hint}"
@@ -116,5 +128,14 @@ def blaming(what: str, limit: str, hint: str):
         raise failure from None
 
 
+def text_of(error: BaseException) -> str:
+    """Empty if its __str__ fails."""
+    with suppress(BaseException):
+        return str(error)
+    return ""
+
+
 def name_of(function: Callable) -> str:
+    while isinstance(function, partial):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)

@@ -20,14 +20,13 @@ Left out: images; environments that differ from row to row. Tests: tests/test_ep
 
 import json
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 
 from data import imported
-from data.calls import awaited, blaming, complete
-from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, result_text, schema_of
+from data.calls import awaited, blaming
+from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, schema_of, text_within
 from snug.options import in_one_line, option
 
 CUT = " [cut]"
@@ -116,8 +115,7 @@ class Episode:
             self.toolbox.settings.tool_timeout,
         )
         with blaming(f"{what}.{name}", f"tool_timeout={limit:g}", f"it gets {', '.join(arguments)}"):
-            method = getattr(self.environment, name)
-            return result_text(complete(method, deepcopy(arguments), limit))
+            return text_within(getattr(self.environment, name), arguments, limit)
 
     def respond(self, ids: list[int]) -> list[int] | None:
         """ids of a turn that ended -> ids of the answer; None: the episode is over."""

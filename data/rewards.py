@@ -79,7 +79,7 @@ def total_rewards(
         extra[str(column)] = [value for _, value in zip(prompts, values, strict=True)]
 
     def log_metric(name, value):
-        metrics.setdefault(str(name), []).append(float(value))
+        metrics.setdefault(str(name), []).append(float(0 + value))
 
     arguments = columns | dict(
         prompts=prompts,
@@ -143,8 +143,8 @@ def checked(function: Callable, rewards, completions: list) -> list[float | None
 
 
 def as_float(reward):
-    """Any number, also of NumPy or torch -> float. Everything else -> NaN."""
+    """Any number, also of NumPy or torch -> float. Everything else -> NaN, such as the text "1.0"."""
     try:
-        return float(reward)
+        return float(0 + reward)  # float alone reads texts
     except Exception:
         return math.nan

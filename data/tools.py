@@ -17,8 +17,8 @@ A model writes a call in the form that its chat template writes (Chat.call_form)
 What a model writes is read leniently where only one reading is possible: read_calls. In hermes and llama a thought has
 no calls. It begins with <think>, before any call or at the end of the prompt, and ends with the last </think>.
 
-Left out: hints of tuples, Enums and unions, "(choices: ...)" in docstrings; other forms of calls, such as Mistral's;
-checks of an argument's type. A tool can do whatever Python can, so name only code that you trust.
+Left out: "(choices: ...)" in docstrings; other forms of calls, such as Mistral's; checks of an argument's type, as in
+TRL. A tool can do whatever Python can, so name only code that you trust.
 Tests: tests/test_tools.py.
 """
 
@@ -35,13 +35,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
+from enum import EnumType
 from fractions import Fraction
 
 from data import imported
-from data.calls import OutOfTime, complete, name_of
+from data.calls import OutOfTime, awaited, complete, name_of, text_of
 from data.countdown import MAX_CHARS, NODES, value_of
 from data.programs import sandbox
-from snug.options import in_one_line
+from snug.options import SnugError, in_one_line
 from snug.tokenizer.chat import well_formed
 
 MAX_BITS = 4000  # of a power in `calc`
@@ -54,8 +55,8 @@ NONE = types.MappingProxyType({})
 # ----------------------------------------------------------------------------------------------------------------------
 # Schemas
 
-JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-JSON_TYPES |= {list: "array", dict: "object"}
+SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+JSON_TYPES = SCALARS | {list: "array", tuple: "array", dict: "object"}
 SECTION = re.compile(r"\n\s*(Args|Returns|Raises):")
 ARGUMENT = re.compile(r"(?ms)^([ \t]*)(\w+):\s*(.*?)\s*(?=^(?!\1[ \t])[ \t]*\w+:|\Z)")
 
@@ -90,14 +91,25 @@ def type_schema(hint) -> dict:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is typing.Any:
         return {}
+    if isinstance(hint, EnumType):
+        origin, arguments = typing.Literal, [member.value for member in hint]
     if origin is typing.Literal:
-        [kind] = {type(value) for value in arguments}
-        return {"type": JSON_TYPES[kind], "enum": list(arguments)}
+        names = list(dict.fromkeys(SCALARS[type(value)] for value in arguments))
+        return {"type": names if names[1:] else names[0], "enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
-        [kind] = {*arguments} - {type(None)}
-        return type_schema(kind) | {"nullable": True}
+        schemas = [type_schema(kind) for kind in arguments if kind is not type(None)]
+        nullable = {"nullable": True} if type(None) in arguments else {}
+        if not schemas[1:]:
+            return schemas[0] | nullable
+        if any(schema.keys() != {"type"} for schema in schemas):
+            return {"anyOf": schemas} | nullable
+        names = sorted({schema["type"] for schema in schemas})
+        return {"type": names if names[1:] else names[0]} | nullable
+    if origin is tuple and arguments:
+        _, _, *_ = arguments  # not tuple[int]
+        return {"type": "array", "prefixItems": list(map(type_schema, arguments))}
     schema = {"type": JSON_TYPES[origin or hint]}
-    if origin:
+    if arguments:
         [inner] = arguments[origin is dict :]
         schema["additionalProperties" if origin is dict else "items"] = type_schema(inner)
     return schema
@@ -191,7 +203,8 @@ def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
     for spec in specs:
         tool = imported(spec, "tools", advice, known)
-        tools[name_of(tool)] = tool
+        if tools.setdefault(name_of(tool), tool) is not tool:
+            raise SnugError(f"tools={spec!r}: two tools have the name {name_of(tool)}; rename one")
         if tool is python:
             POOL.submit(lambda: interpreter().start()).result()
     return tools
@@ -248,7 +261,7 @@ def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
         return text.strip(), []
     calls = read_calls(f'{{"name": "{name}", "arguments": {argument}}}')
     properties, required = tools[name]["properties"], tools[name].get("required", [])
-    texts = [key for key in required or properties if properties[key].get("type") == "string"]
+    texts = [key for key in required or properties if "string" in properties[key].get("type", "")]
     if texts and len(required) < 2 and not properties.keys() & calls[0]["function"]["arguments"]:
         calls = read_calls(json.dumps(dict(name=name, arguments={texts[0]: argument})))
     return before.strip(), calls
@@ -298,16 +311,23 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
         if name not in functions:
             problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
             raise ValueError(call.get("error", problem))
-        result = complete(functions[name], deepcopy(arguments), seconds)  # of a message, which stays
-        return result_text(result), False
+        return text_within(functions[name], arguments, seconds), False
     except Problem as problem:
         return str(problem), True
     except OutOfTime:
         problem = f"{name} took longer than {seconds:g} seconds"
-    except (Exception, SystemExit) as error:
-        problem = str(error) or type(error).__name__
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        problem = text_of(error) or type(error).__name__
     return str({"error": problem[:MAX_ERROR]}), True
 
 
-def result_text(result) -> str | None:
-    return None if result is None else well_formed(str(result))
+def text_within(function: Callable, arguments: dict, seconds: float) -> str | None:
+    """str(what a function returns), or None. Raises OutOfTime if this and its str take longer than `seconds`."""
+
+    def work():
+        result = awaited(function(**deepcopy(arguments)), seconds)  # of a message, which stays
+        return None if result is None else well_formed(str(result))
+
+    return complete(work, {}, seconds)

@@ -37,12 +37,12 @@ MUTANTS = [
     # data/__init__.py
     ("a missing column found late", "data/__init__.py", "signature(function).bind(", "signature(function).bind_partial(", "test_data.py"),
     # data/answers.py
-    ("a sign after a digit", "data/answers.py", 'rf"[0-9A-Za-z_)', 'rf"[A-Za-z_)', "test_gsm8k.py"),
-    ("a sign is never one", "data/answers.py", "bool(sign and not operator)", "False", "test_jsonl.py"),
+    ("a sign after a digit", "data/answers.py", 'rf"((?:[0-9A-Za-z_)', 'rf"((?:[A-Za-z_)', "test_gsm8k.py"),
+    ("a sign is never one", "data/answers.py", "if sign and not sign[1] and", "if False and", "test_jsonl.py"),
     ("part of a number is one", "data/answers.py", "if PART.search(", "if not PART.search(", "test_gsm8k.py"),
     # data/calls.py
     ("calls: a late thread goes on", "data/calls.py", "        ctypes.pythonapi.PyThreadState_SetAsyncExc(", "        (lambda *_: None)(", "test_tools.py"),
-    ("calls: a late coroutine goes on", "data/calls.py", "        future.cancel()\n", "", "test_tools.py"),
+    ("calls: a late coroutine goes on", "data/calls.py", "        future.cancel()\n", "        pass\n", "test_tools.py"),
     ("calls: one alarm", "data/calls.py", "seconds, AGAIN)", "seconds)", "test_reward.py"),
     ("calls: a loop for each coroutine", "data/calls.py", "@cache\n", "", "test_tools.py test_reward.py"),
     # data/code.py

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,11 @@ ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
         ([0, 2e25, 0], "returned 2e\\+25 for the completion 'yy'"),
         (["yes", 0, 0], "returned 'yes' for the completion 'x'; return None or a number"),
         ("abc", "must return a list of 3 numbers, not 'abc'"),
+        ([1.0, "1.0", 0], "returned '1.0' for the completion 'yy'; return None or a number"),
+        ([1.0, b"1", 0], "returned b'1' for the completion 'yy'"),
+        ([1.0, np.str_("1.0"), 0], "returned .*'1.0'.* for the completion 'yy'"),
+        ([0, 1, bytearray(b"1")], "returned bytearray.* for the completion 'zzz'"),
+        (np.array(["1.0", "0", "0"]), "returned '1.0' for the completion 'x'"),
         ([0, [1.0], 0], r"returned \[1.0\] for the completion 'yy'"),
         ([Decimal("nan"), 0, 0], r"returned Decimal\('NaN'\) for the completion 'x'"),
         ([0, 0, -float("inf")], "returned -inf for the completion 'zzz'"),
@@ -59,6 +65,7 @@ def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
 
 RETURNED = [(1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5])]
 RETURNED += [torch.tensor([1, 0, 0.5], requires_grad=True)]
+RETURNED += [[True, np.float16(0), np.array(0.5)], [torch.tensor(True), torch.tensor(0), torch.tensor(0.5).bfloat16()]]
 RETURNED += [[np.bool_(True), np.int64(0), Fraction(1, 2)], [torch.tensor(1), np.array(0), Decimal("0.5")]]
 
 
@@ -75,6 +82,24 @@ def test_weights_names_and_completions_that_are_not_scored():
     assert by_function == {"<lambda>.0": [1.0, None, 2.0], "<lambda>.1": [3.0, None, None]}
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     assert repeat_columns(rows, 2) == {"answer": [1, 1, 2, 2]} and repeat_columns(rows) == {"answer": [1, 2]}
+
+
+def length(completions, n, **columns):
+    return [n] * len(completions)
+
+
+def test_a_partial_has_the_name_of_its_function():
+    """Also one of a partial, of an object, of a method; two of one function are told apart."""
+    functions = [partial(length, n=1), partial(partial(length, n=2), n=3), partial(Judge([], 4)), lambda **_: [5] * 3]
+    found = total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS).by_function
+    assert {name: values[0] for name, values in found.items()} == {
+        "length.0": 1,
+        "length.1": 3,
+        "Judge": 4,
+        "<lambda>": 5,
+    }
+    with pytest.raises(SnugError, match="^reward function length raised TypeError"):
+        total_rewards([partial(length, m=1)], PROMPTS, COMPLETIONS, COLUMNS)
 
 
 CHAT = [[{"role": "user", "content": text}] for text in PROMPTS]
@@ -97,6 +122,8 @@ def test_what_functions_get_and_log():
     messages = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
     assert seen[0] == (PROMPTS, COMPLETIONS, 3, 9, COLUMNS) and seen[1] == (CHAT, messages, 3, 9, COLUMNS)
     assert seen[2][1] == ["x", *messages[1:]]
+    with pytest.raises(SnugError, match="raised TypeError: .*; it gets answer"):
+        total_rewards([lambda log_metric, **_: log_metric("a", "1.0")], PROMPTS, COMPLETIONS, COLUMNS)
     with pytest.raises(SnugError, match="raised ValueError: .* shorter than"):
         total_rewards([lambda log_extra, **_: log_extra("a", [1])], PROMPTS, COMPLETIONS, COLUMNS)
 
@@ -261,7 +288,14 @@ def test_async_functions_that_fail_are_named(late):
     assert str(error.value).startswith(f"reward function bad {said}")
 
 
-@pytest.mark.parametrize("kind", [ValueError, RecursionError, SystemExit])
+class PanicException(BaseException):
+    """As libraries in Rust have it."""
+
+
+KINDS = [ValueError, RecursionError, SystemExit, PanicException, GeneratorExit, asyncio.CancelledError]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_is_named_with_its_place_and_its_traceback_is_kept(kind):
     calls = []
 
@@ -278,6 +312,30 @@ def test_an_exception_is_named_with_its_place_and_its_traceback_is_kept(kind):
     assert str(error.value) == f"reward function mine raised {kind.__name__}: 'bad luck' at test_reward.py:{line}"
     assert calls == [COMPLETIONS]  # a second call may cost money
     assert "in mine\n    inner()\n" in told(error.value) and told(error.value).endswith(f"\nerror: {error.value}")
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("error", [Wordless(), SystemExit(3), PanicException("no")], ids=repr)
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+def test_an_async_function_that_fails_is_named_and_the_next_one_works(error, seconds):
+    """Also where asyncio ends its loop: at SystemExit. One whose text fails is named by its type."""
+
+    async def bad(**_):
+        raise error
+
+    with pytest.raises(SnugError, match=f"^reward function bad raised {type(error).__name__}: ") as said:
+        total_rewards([bad], PROMPTS, COMPLETIONS, COLUMNS, seconds)
+    assert told(said.value).startswith("Traceback") and "\n" not in str(said.value)
+    assert total_rewards([Judge([], 5)], PROMPTS, COMPLETIONS, COLUMNS, 30).totals[0] == 5
+
+
+def test_ctrl_c_in_a_reward_function_is_none_of_its_errors():
+    with pytest.raises(KeyboardInterrupt):
+        total_rewards([lambda **_: signal.raise_signal(signal.SIGINT)], PROMPTS, COMPLETIONS, COLUMNS, 30)
 
 
 def endless():
@@ -343,24 +401,41 @@ def test_a_function_with_alarms():
 
 
 FUNCTIONS = """
-import time
+import threading, time
+from snug import options
 
 calls = []
+options.GRACE = 0.1
 
 def failing(prompts, completions, **columns):
     calls.append(1)
     return [1.0 for text in completions if len(calls) == 1 or 1 / 0]
+
+def panicking(prompts, completions, **columns):
+    from tokenizers import Regex, pre_tokenizers
+    if not calls:
+        threading.Thread(target=time.sleep, args=[600], daemon=False).start()
+    calls.append(1)
+    if len(calls) == 2:
+        pre_tokenizers.Split(Regex("(a+)+$"), "isolated").pre_tokenize_str("a" * 60 + "!")
+    return [1.0] * len(completions)
 """
 
 
-def test_a_function_that_fails_ends_a_run_that_is_saved(tmp_path):
-    """The traceback is in log.txt and on the console."""
+@pytest.mark.parametrize("name", ["failing", "panicking"])
+def test_a_function_that_fails_ends_a_run_that_is_saved(tmp_path, name):
+    """The traceback is in log.txt and on the console. A thread that the function started does not keep the process."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     words = "--digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --group_size=2 --max_new_tokens=4 --max_iters=2".split()
-    words += ["--reward_funcs=mine:failing", "--out_dir=run", "--eval_prompts=0", "--save_interval=0"]
+    words += [f"--reward_funcs=mine:{name}", "--out_dir=run", "--eval_prompts=0", "--save_interval=0"]
     code, _, err = command(HOME / "grpo.py", *words, cwd=tmp_path)
-    line = "error: reward function failing raised ZeroDivisionError: 'division by zero' at mine.py:8"
-    assert code == 2 and err.endswith(f"ZeroDivisionError: division by zero\n{line}\n") and "in failing\n" in err
+    line = "error: reward function failing raised ZeroDivisionError: 'division by zero' at mine.py:10\n"
+    if name == "panicking":
+        err, left, _ = err.partition("a reward function or a tool left a thread; ending without it\n")
+        line = err[err.rindex("error: reward") :]
+        assert left and line.startswith("error: reward function panicking raised PanicException: ")
+        assert line.endswith(" at mine.py:18\n")
+    assert code == 2 and err.endswith(line) and f"in {name}\n" in err and "Traceback" in err
     log = (tmp_path / "run/log.txt").read_text()
     assert log.endswith(err) and "saved after iteration 0" in log
     assert newest(tmp_path / "run").name == "checkpoint-000001"

@@ -8,12 +8,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Literal, Optional
+from enum import Enum
+from typing import Any, List, Literal, Optional  # noqa: UP035
 
 import pytest
 from conftest import tool_of
 
-from data.episodes import EpisodeOptions, make_toolbox
+from data.episodes import Episode, EpisodeOptions, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
@@ -66,6 +67,47 @@ def every(
     """
 
 
+class Unit(Enum):
+    KM = "km"
+    ONE = 1
+
+
+def unions(
+    a: int | str,
+    b: list[str | int],
+    c: tuple[int, str],
+    d: Optional[list[int | None]],  # noqa: UP045
+    e: str | list[str],
+    f: Literal["x", 1, None],
+    g: Unit,
+    h: tuple | None,
+    i: dict[str, float | bool],
+    j: Literal["x"] | int,
+    k: List,  # noqa: UP006
+    o: tuple[Any, dict[str, tuple[int, int]]] = (),
+    m: list | tuple = (),
+    n: str | int | bool | None = None,
+) -> int | str:
+    """Choices.
+
+    Args:
+        a: of it
+        b: of it
+        c: of it
+        d: of it
+        e: of it
+        f: of it
+        g: of it
+        h: of it
+        i: of it
+        j: of it
+        k: of it
+        o: of it
+        m: of it
+        n: of it
+    """
+
+
 class Counter:
     """An environment, with state and a property that must not be computed."""
 
@@ -102,7 +144,7 @@ class Counter:
         pass
 
 
-@pytest.mark.parametrize("function", [bare, search, every, *TOOLS.values(), Counter().increment, Counter().add])
+@pytest.mark.parametrize("function", [bare, search, every, unions, *TOOLS.values(), Counter().increment, Counter().add])
 def test_schemas_are_those_of_transformers(function):
     utils = pytest.importorskip("transformers.utils", reason="transformers is not installed")
     assert schema_of(function) == utils.get_json_schema(function)
@@ -116,10 +158,19 @@ def undescribed(a: int):
     """Add."""
 
 
-@pytest.mark.parametrize("function", [lambda a: a, undescribed, adds(int | str), adds("NoSuchType"), int])
+@pytest.mark.parametrize(
+    "function",
+    [lambda a: a, undescribed, adds(tuple[int]), adds(tuple[int, ...]), adds(int | set), adds("NoSuchType"), int],
+)
 def test_a_function_without_a_schema_is_refused(function):
+    """transformers refuses it too."""
+    with suppress(ImportError):
+        from transformers.utils import get_json_schema
+
+        with pytest.raises(Exception):  # noqa: B017
+            get_json_schema(function)
     with pytest.raises(
-        SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError)"
+        SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError|TypeError)"
     ) as error:
         schema_of(function)
     assert "\n" not in str(error.value)
@@ -133,7 +184,9 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     tools = load_tools(["python", "snug_test_tools:calc", "mine"], {"mine": search})
     assert list(tools) == ["python", "calc", "search"] and tools["calc"] is not TOOLS["calc"]
-    assert load_tools([]) == {}
+    assert load_tools([]) == {} and list(load_tools(["mine", "mine"], {"mine": search})) == ["search"]
+    with pytest.raises(SnugError, match="tools='snug_test_tools:calc': two tools have the name calc; rename one"):
+        load_tools(["calc", "python", "snug_test_tools:calc"])
     for specs, message in {
         ("calk",): "tools='calk': write calc, python, or module:function, such as my_tools:search",
         (
@@ -237,7 +290,8 @@ perhaps = tool_of("perhaps", lambda a="x": None, a=str)
 number = tool_of("number", lambda a, b="x": None, a=int, b=str)
 named = tool_of("named", lambda query, top=3, place="": None, query=str, top=int, place=str)
 SCHEMAS = [schema_of(function) for function in (TOOLS["calc"], every, search, bare, Counter().increment)]
-SCHEMAS += map(schema_of, (two, both, perhaps))
+either = tool_of("either", lambda a: None, a=int | str)
+SCHEMAS += map(schema_of, (two, both, perhaps, either))
 
 
 def call(name, **arguments):
@@ -271,6 +325,7 @@ READ = [  # form, text, content, calls
     ("inline", "<bare>{}</bare>", "", [call("bare")]),
     ("inline", "<two>c</two>", "", [call("two", a="c")]),
     ("inline", '<both>{"a": "c", "b": "d"}</both>', "", [call("both", a="c", b="d")]),
+    ("inline", "<either>2</either>", "", [call("either", a="2")]),
     ("inline", "<perhaps>c</perhaps>", "", [call("perhaps", a="c")]),
     ("inline", "<sum>1</sum>", "<sum>1</sum>", []),
     ("inline", "</calc> <calc>", "</calc> <calc>", []),
@@ -497,6 +552,65 @@ CALLS = [
 @pytest.mark.parametrize("tool_call, text, failed", CALLS)
 def test_what_a_call_answers(tool_call, text, failed):
     assert call_tool(FUNCTIONS, tool_call, 10) == (text, failed)
+
+
+class PanicException(BaseException):
+    """As libraries in Rust have it."""
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+ENDS = [
+    PanicException("a"),
+    KeyboardInterrupt(),
+    SystemExit(3),
+    GeneratorExit("a"),
+    asyncio.CancelledError(),
+    Wordless(),
+]
+
+
+@pytest.mark.parametrize("error", ENDS, ids=repr)
+@pytest.mark.parametrize("kind", ["plain", "async", "reply"])
+def test_no_exception_of_a_tool_ends_the_run(error, kind):
+    """In the threads where tools run. Of an environment it is an error with the environment's name."""
+
+    def fail(**_):
+        raise error
+
+    async def later():
+        raise error
+
+    said = str({"error": getattr(error, "code", 0) and "3" or (error.args and "a") or type(error).__name__})
+    with ThreadPoolExecutor(1) as pool:
+        if kind == "reply":
+            toolbox = make_toolbox(EpisodeOptions(environment="Counter"), get_tokenizer("bytes"), {"Counter": Counter})
+            toolbox.environments[0].reply = fail
+            episode = Episode(toolbox, dict(prompt="a"), toolbox.environments[0])
+            with pytest.raises(SnugError, match="^environment Counter.reply raised"):
+                pool.submit(episode.of_environment, "reply", {}).result()
+        else:
+            functions = dict(f=fail if kind == "plain" else later, ok=ok, later=FUNCTIONS["later"])
+            calls = [call("f"), call("ok", a=1), call("later", a=5)]
+            answers = [pool.submit(call_tool, functions, each, 10).result() for each in calls]
+            assert answers == [(said, True), ("[1, 0]", False), ("5", False)]
+
+
+class Endless:
+    def __str__(self):
+        while True:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_result_whose_text_never_ends_is_late(in_a_thread):
+    with ThreadPoolExecutor(1) as pool:
+        run = (lambda *arguments: pool.submit(call_tool, *arguments).result()) if in_a_thread else call_tool
+        late = ("{'error': 'f took longer than 0.1 seconds'}", True)
+        assert run(dict(f=Endless), call("f"), 0.1) == run(dict(f=lambda: Endless()), call("f"), 0.1) == late
 
 
 def test_a_tool_that_changes_its_arguments_does_not_change_the_transcript():
