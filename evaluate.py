@@ -313,6 +313,6 @@ def add_logprobs(name: str, prepared: Prepared, pairs: list[dict], options: Eval
 
 
 if __name__ == "__main__":
-    with friendly_errors():
+    with friendly_errors(last=True):
         evaluate = compare if folders[1:] else main
         evaluate(options, prepared, file)

@@ -348,5 +348,5 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
 
 
 if __name__ == "__main__":
-    with friendly_errors():
+    with friendly_errors(last=True):
         main(prepared)

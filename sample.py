@@ -310,5 +310,5 @@ def main(settings, given, run):
 
 
 if __name__ == "__main__":
-    with friendly_errors():
+    with friendly_errors(last=True):
         main(settings, given, run)
