@@ -140,7 +140,11 @@ def test_a_line_has_the_mean_of_each_reward_function_within_the_width(monkeypatc
     assert line.startswith("iter  7/80  reward 0.250 (sd 0.50)  right 0.12 short 0.40  loss -0.0010  kl")
     more = RECORD | means | {f"reward/f{i}": i for i in range(20)}
     monkeypatch.delenv("COLUMNS", raising=False)
-    for width, shown in ((80, "right 0.12 short 0.40 f0 0.00 f1 1.00..."), (60, "right 0.12 short..."), (20, "right...")):
+    for width, shown in (
+        (80, "right 0.12 short 0.40 f0 0.00 f1 1.00..."),
+        (60, "right 0.12 short..."),
+        (20, "right..."),
+    ):
         monkeypatch.setattr(os, "get_terminal_size", lambda *_, w=width: os.terminal_size((w, 20)))
         line = console_line(more, 80)
         assert f"(sd 0.50)  {shown}  loss" in line and (width < 60 or line.index("...") + 3 <= width)
@@ -289,6 +293,7 @@ def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
     assert "warning" not in (Path(sft.out_dir) / "log.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_bar_in_a_terminal(tmp_path):
     """Through a pseudo-terminal: the bar names the phase, and every line stands on a line of its own."""
     import pty

@@ -251,6 +251,7 @@ def test_completions_of_a_pretrained_model_are_256_tokens_at_most_or_half_of_its
     assert prepared("--resume=auto").settings.max_new_tokens == 3
 
 
+@pytest.mark.long
 def test_the_notebook_of_the_first_hour(folder, tmp_path):
     """From a clean kernel in another folder, with a small model. The file in the repository has no outputs."""
     nbformat, nbclient = (pytest.importorskip(name, reason=f"pip install {name}") for name in ("nbformat", "nbclient"))

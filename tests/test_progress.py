@@ -184,7 +184,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", pytest.param("plan", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["train", *(pytest.param(name, marks=pytest.mark.long) for name in ("evaluate", "plan"))]
+)
 def test_each_long_step_is_named_again_and_again_in_a_pipe(folder, name):
     line, gates = COMMANDS[name]
     child, said = gated([gate for gate in gates if gate != "torch"], line, folder, stdout=subprocess.PIPE), []
