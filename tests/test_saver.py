@@ -108,6 +108,16 @@ def test_a_resumed_run_knows_the_scores_from_the_log(tmp_path):
     assert run.best() == 2
 
 
+@pytest.mark.parametrize("done, steps, kept", [(3, 0, [3]), (3, 1, []), (0, 0, [])])
+def test_an_error_saves_the_state_before_it_if_no_step_was_taken(done, steps, kept, tmp_path):
+    """Before the first iteration there is nothing to save."""
+    run = Run(tmp_path)
+    with pytest.raises(ZeroDivisionError), run.saver.keeping(done, progress()):
+        run.saver.optimizer.steps += steps
+        raise ZeroDivisionError
+    assert run.kept() == kept
+
+
 def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
     run = Run(tmp_path, save_interval=0)
     run.iterations(1, scores={1: 0.5})
