@@ -286,6 +286,7 @@ MUTANTS = [
     ("a chat model writes 32 tokens", "runs/prepare.py", "min(PRETRAINED_LENGTH, settings.block_size // 2)", "32", "test_models.py"),
     ("episodes: another environment's turns go on", "runs/prepare.py", "PROBLEM + CALLED + adapters", "PROBLEM + adapters", "test_checkpoint.py"),
     # runs/saver.py
+    ("two checkpoints are kept, whatever is asked for", "runs/saver.py", "paths[: -self.settings.save_total_limit]", "paths[:-2]", "test_saver.py"),
     ("of equal scores the oldest is the best", "runs/saver.py", "key=lambda path: (scores[iteration_of(path)], path.name)", "key=lambda path: scores[iteration_of(path)]", "test_saver.py"),
     ("Ctrl-C: goes on from the oldest", "runs/saver.py", "return str(paths[-1]) if paths", "return str(paths[0]) if paths", "test_notebook.py"),
     ("tokenizer not kept beside the checkpoint", "runs/saver.py", "write(self.folder, state, tensors, self.tokenizer.files)", "write(self.folder, state, tensors)", "test_models.py"),
