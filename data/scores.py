@@ -45,7 +45,8 @@ def majority(answers: Sequence, right: Sequence[bool]):
 def wilson(mean: float, n: int):
     """Wilson's 95 % interval for the expectation of n values in [0, 1] with this mean -> (low, high).
 
-    It is exact for zeros and ones. Values between them vary less, so for them it is wider than necessary.
+    Of zeros and ones it has the expectation in about 95 of 100 cases (n = 10: in 89 to 98, near 0 and 1 in 84). Values
+    between them vary less, so for them it is wider than necessary.
     """
     share = Z**2 / n
     centre = mean + share / 2
@@ -53,6 +54,12 @@ def wilson(mean: float, n: int):
     low = (centre - half) / (1 + share)
     high = (centre + half) / (1 + share)
     return max(0.0, low), min(1.0, high)
+
+
+def share_of(count: int, n: int) -> str:
+    """A count of n and its `wilson` interval, such as "15 of 32, 47 % (31 % to 63 %)"."""
+    low, high = wilson(count / n, n)
+    return f"{count:,} of {n:,}, {100 * count / n:.0f} % ({100 * low:.0f} % to {100 * high:.0f} %)"
 
 
 def summarize(greedy: list[dict], sampled: list[dict]):

@@ -222,3 +222,14 @@ def texts_of(ids, decode) -> list[str]:
             texts.append(text)
             waiting = []
     return texts[:-1] + [decode(waiting)] if waiting else texts
+
+
+def groups_of(records: list[dict], settings) -> tuple[int, int]:
+    """Lines of the log -> (how many groups have different rewards, how many were sampled); 0 of 0 without rewards."""
+    varied, groups = 0, 0
+    for record in records:
+        if "frac_reward_zero_std" in record:
+            sampled = settings.batch_size * record["gen_batches"]
+            groups += sampled
+            varied += sampled - round(sampled * record["frac_reward_zero_std"])
+    return varied, groups

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data.rates import others, prospects
+from data.scores import share_of
 from evaluate import evaluate_run, is_due
 from model import GPT
 from runs.hints import hints, unused_template
@@ -17,7 +17,7 @@ from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
 from snug.memory import Limits, MemoryMeter
-from training.figures import sample_records
+from training.figures import groups_of, sample_records
 from training.guard import HEALTH, drop, finite_columns
 from training.optimizer import gradients_of, optimizer_step
 
@@ -125,12 +125,7 @@ class Training:
         return {}
 
     def samples(self, scored, entropies) -> list[dict]:
-        """What samples.jsonl shows of an iteration. Of the first, say what its groups promise."""
-        settings, iteration = self.settings, self.prepared.global_step
-        whole = settings.max_num_gen_batches == 1  # no groups were replaced
-        first = iteration == 0 and not settings.probe
-        if first and whole and scored.by_function and settings.group_size > 1:
-            self.log.say(prospects(list(map(others, scored.rewards.tolist()))))
+        """What samples.jsonl shows of an iteration."""
         return sample_records(scored, entropies, self.prepared.tokenizer, self.settings)
 
     def end_iteration(self, record: dict, samples=()):
@@ -144,6 +139,9 @@ class Training:
             if found := hints(record | unused_template(self.prepared.tokenizer, samples)):
                 record["hints"] = sorted(found)
             self.log.iteration(record, samples)
+            varied, groups = groups_of([record], self.settings)
+            if done == 1 and groups:
+                self.log.say(f"groups with different rewards: {share_of(varied, groups)}")
             for name in sorted(found.keys() - self.shown_hints):
                 self.log.say(f"hint: {found[name]}")
             self.shown_hints |= found.keys()
