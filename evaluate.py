@@ -5,8 +5,8 @@
     python evaluate.py out/sft_small out/grpo_small --num_samples=4
 
 The second samples 16 completions of each prompt beside the greedy one, on another task than the run's, and writes them
-to out/X/evaluation-countdown-test.jsonl. The third says whether the second model is better, and where the completions
-of both part (data/pairs.py). The loops call `evaluate_run`: the greedy completion and one sampled one. All score as the
+to out/X/evaluation-countdown-test.jsonl. The third says whether the second model is better (data/pairs.py), and writes
+no file. The loops call `evaluate_run`: the greedy completion and one sampled one. All score as the
 training does, with its reward functions. data/scores.py computes the scores.
 
 Left out: top-k, top-p and min-p (the scores are the policy's own). Tests: tests/test_evaluate.py, tests/test_pairs.py.
@@ -29,7 +29,7 @@ from runs.notes import notes
 from runs.prepare import Prepared
 from settings import EvaluateSettings
 from snug.options import friendly_errors, in_one_line, plain, read_settings
-from snug.options.progress import counted, phase, say, speak
+from snug.options.progress import phase, say, speak
 from snug.pretrained.hub import hub_name
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
@@ -37,14 +37,11 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         speak()
         options, given, folders = read_settings(EvaluateSettings, sys.argv[1:], positional="folders")
         prepare = prepare_pair if folders[1:] else prepare_evaluation
-        prepared, file = prepare(options, given, *folders)
+        prepared = prepare(options, given, *folders)
 
-import torch
-
-from data.pairs import comparison, pairs_of, partings, verdict
+from data.pairs import comparison, verdict
 from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table, wilson
-from model import autocast
 from runs.loading import generator_state, load_run, restore_generators
 from sample import sample_episodes
 from snug.device.kinds import off_mps
@@ -91,8 +88,8 @@ def sample_and_score(model, prepared, rows, group_size, **options):
     """`group_size` completions of each task row's prompt -> a sample each, groups adjacent, in the rows' order.
 
     options: of sample_groups. A sample is a dict: prompt, completion; answer: what a majority vote counts, None if
-    there is none or the completion was cut off; right, reward and more of `score`; stopped; ids; length in tokens, with
-    the stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
+    there is none or the completion was cut off; right, reward and more of `score`; stopped; length in tokens, with the
+    stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
     """
     rollouts, episodes = sample_episodes(model, prepared, rows, group_size, **options)
     ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
@@ -107,7 +104,6 @@ def sample_and_score(model, prepared, rows, group_size, **options):
         **score(prepared, prompts, completions, columns),
         **episodes.figures(),
         stopped=stopped,
-        ids=ids,
         length=rollouts.completion_lengths.tolist(),
         greedy=[options["temperature"] == 0] * len(ids),
         logprob=off_mps(rollouts.sampling_logprobs).double().sum(1).tolist(),
@@ -235,84 +231,45 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=N
     for line in notes(prepared):
         say(f"note: {line}")
     summary, samples = run_evaluation(loaded(prepared, options, run), prepared, options)
-    for sample in samples:
-        del sample["ids"]
     lines, cut_off = table(summary), fmean(not sample["stopped"] for sample in samples)
     if cut_off > 0.5:
         lines.append(
             f"{cut_off:.0%} of the completions were cut off at max_new_tokens={prepared.longest()[1]}"
         )
-    publish(file, [summary, *samples], lines, "samples")
-    return summary
-
-
-def publish(file: Path | None, records: list[dict], lines: list[str], name: str):
-    """Write the records, print the lines."""
     try:
         if file:  # before the console, which may be gone
-            text = "".join(json.dumps(finite(record)) + "\n" for record in records)
+            text = "".join(json.dumps(finite(record)) + "\n" for record in [summary, *samples])
             with in_one_line(f"{file} cannot be written"):
                 write_whole(file, text)
     finally:  # a full disk does not lose the scores
         say(plain("\n".join(lines)))
     if file:
-        say(f"{name} in {file}")
+        say(f"samples in {file}")
+    return summary
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Two models
-
-
-def compare(options: EvaluateSettings, models: list[Prepared], file: Path | None):
-    """Print the tables of two models, A and B, whether B is better, and where they part; write the pairs.
+def compare(options: EvaluateSettings, models: list[Prepared]):
+    """Print the tables of two models, A and B, and whether B is better.
 
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
-    evaluated = []
+    lines, samples = [], []
     generators = generator_state()  # an environment may draw from them
     for each in models:
         restore_generators(generators)
-        evaluated.append(run_evaluation(loaded(each, options), each, options))
-    (a, ours), (b, theirs) = evaluated
-    figures = comparison(ours, theirs)
-    records = [dict(a=a, b=b, comparison=figures)]
-    lines = [*table(a), *table(b), *verdict(figures)]
-    types = [each.settings.dtype for each in models]
-    if types[0] != types[1]:
-        lines.append(f"A computes in {types[0]}, B in {types[1]}: they part by rounding, too")
-    first, second = [each.tokenizer for each in models]
-    if first.backend.get_vocab() == second.backend.get_vocab():
-        pairs = pairs_of(ours, theirs, first.decode)
-        for name, each in zip("ab", models, strict=True):
-            add_logprobs(name, each, pairs, options)
-        records += pairs
-        lines += partings(pairs)
-    else:
-        lines.append("the tokenizers differ, so only the scores are compared")
-    publish(file, records, lines, "pairs")
-
-
-@torch.no_grad()
-def add_logprobs(name: str, prepared: Prepared, pairs: list[dict], options: EvaluateSettings):
-    """Add "logprobs_<name>" to the pairs that part: what this model gives A's token and B's, in nats, at the samples'
-    temperature (greedy: at 1)."""
-    model = loaded(prepared, options)
-    parted = [pair for pair in pairs if pair["at"] is not None]
-    for pair in counted(parted, "partings", "probabilities"):
-        a, b, at = pair["a"], pair["b"], pair["at"]
-        ids = prepared.encode(a["prompt"]) + a["ids"][:at]
-        with autocast(prepared.settings.dtype, model):
-            tokens = torch.tensor([ids], device=model.device)
-            hidden = model(tokens)[0, -1]  # (C,)
-            logits = model.logits(hidden).float()
-        if not a["greedy"]:
-            logits /= options.temperature
-        logprobs = logits.log_softmax(-1)
-        both = [a["ids"][at], b["ids"][at]]
-        pair[f"logprobs_{name}"] = logprobs[both].tolist()
+        summary, rows = run_evaluation(loaded(each, options), each, options)
+        lines += table(summary)
+        samples.append(rows)
+    lines += verdict(comparison(*samples))
+    a, b = [each.settings.dtype for each in models]
+    if a != b:
+        lines.append(f"A computes in {a}, B in {b}: their completions part by rounding, too")
+    say(plain("\n".join(lines)))
 
 
 if __name__ == "__main__":
     with friendly_errors(last=True):
-        evaluate = compare if folders[1:] else main
-        evaluate(options, prepared, file)
+        if folders[1:]:
+            compare(options, prepared)
+        else:
+            main(options, *prepared)

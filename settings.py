@@ -617,8 +617,8 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
     num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
-        "all completions; empty: evaluation-<task>-test.jsonl (of two models -pairs.jsonl) in the last run, or in "
-        "out/<name>; none: off",
+        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name>; none: off. Two models "
+        "have none",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
 

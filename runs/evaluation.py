@@ -60,25 +60,26 @@ def prepare_evaluation(
     place = path.parent
     if is_pretrained(path):  # a model's folder is not ours, nor is the hub's cache
         place = Path("out", Path(SNAPSHOT.sub(r"\2", os.path.abspath(path))).name)
-    name = f"evaluation-{settings.task}-{'pairs' if source else 'test'}.jsonl"
-    return prepared, samples_file(options, place / name)
+    return prepared, samples_file(options, place / f"evaluation-{settings.task}-test.jsonl")
 
 
 def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second: str):
     """Two models, with the task and the options of the one that is a run; of the second, if both are.
 
-    -> (what `prepare` makes of each, the file for the pairs). Raises SnugError, also for runs of different tasks.
+    -> what `prepare` makes of each. Raises SnugError, also for runs of different tasks.
     """
+    if options.samples_file not in ("", "none"):
+        raise SnugError(
+            f"samples_file={options.samples_file}: of two models no samples are written; evaluate each alone"
+        )
+    options = replace(options, samples_file="none")
     runs = [find_run(folder, tensors=()) for folder in (first, second)]
     tasks = [settings_of(run.state).task for run in runs]
     if all(tasks) and tasks[0] != tasks[1] and not options.task:
         both = f"{first} is a run of {tasks[0]}, {second} of {tasks[1]}"
         raise SnugError(f"{both}; name the task of both, such as --task={tasks[1]}")
     source = runs[1] if tasks[1] else runs[0]
-    fileless = replace(options, samples_file="none")  # the file is beside the second
-    a, _ = prepare_evaluation(fileless, given, first, source=source)
-    b, file = prepare_evaluation(options, given, second, source=source)
-    return [a, b], file
+    return [prepare_evaluation(options, given, folder, source=source)[0] for folder in (first, second)]
 
 
 def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings):

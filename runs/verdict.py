@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
+from data.pairs import compared, student
 from runs.log import values_of
 from runs.page.runs import Run, logged
 from settings import GRPOSettings, LogOptions
@@ -33,7 +34,7 @@ def verdict(runs: list[Run]) -> list[str]:
             arms.setdefault(options, []).append(run)
     first, *others = [*arms.values()] or [[]]
     for arm in others:
-        lines += compared(first, arm)
+        lines += compared_arms(first, arm)
     return lines + list(filter(None, map(suspicion, runs)))
 
 
@@ -63,7 +64,7 @@ def held_out(run: Run) -> list[float]:
 # Two arms
 
 
-def compared(first: list[Run], second: list[Run]) -> list[str]:
+def compared_arms(first: list[Run], second: list[Run]) -> list[str]:
     """Lines about the last scores of two arms."""
     a, b = first[0], second[0]
     was, now = but_luck(a.settings), but_luck(b.settings)
@@ -92,11 +93,10 @@ def last_scores(arm: list[Run]) -> dict[int, float]:
 def difference(pairs: list[tuple[float, float]], prompts: int) -> str:
     """What pairs of scores of the arms A and B say about B - A. prompts: if scores are shares of them, else 0.
 
-    Student's t interval; the posterior probability with a flat prior; the number of pairs that finds such a difference
-    with a probability of 0.8 (two-sided 5 %), (1.96 + 0.84)^2 / effect^2 + 1.96^2 / 2 as Guenther (1981) has it.
+    Student's t interval; the posterior probability with a flat prior.
     """
-    a, b = map(fmean, zip(*pairs, strict=True))
-    n = len(pairs)
+    row = compared(pairs)
+    a, b, n = row["a"], row["b"], len(pairs)
     mean = b - a
     text = f"A {a:.3f}, B {b:.3f}, B - A {mean:+.3f}"
     if n == 1 and prompts:
@@ -105,20 +105,15 @@ def difference(pairs: list[tuple[float, float]], prompts: int) -> str:
         text += f" (+- {choice:.3f} by the choice of prompts)"
     if n == 1:
         return f"{text}; one seed says nothing about luck"
-    text += f" in {n} pairs"
+    text += f" in {n} pairs, up in {row['up']} and down in {row['down']}"
     error = error_of(pairs)
     if error < 1e-9:
-        return f"{text}, in each of them"
+        return f"{text}, by as much in each"
     values, chances = student(n - 1)
     half = error * np.interp(0.975, chances, values)
     better = np.interp(mean / error, values, chances)
     text += f", 95 % {mean - half:+.3f} to {mean + half:+.3f}"
-    text += f"; B is better with probability {better:.3f}"
-    if abs(mean) > 1e-9:
-        effect = abs(mean) / error / math.sqrt(n)
-        needed = math.ceil((2.8 / effect) ** 2 + 1.92)
-        text += f"; {needed:,} pairs find such a difference"
-    return text
+    return f"{text}; B is better with probability {better:.3f}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,18 +157,6 @@ def suspicion(run: Run) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers
-
-
-def student(df: int):
-    """Student's t distribution -> values (n,), the probability to be below each (n,).
-
-    t = sqrt(df) tan(angle), where the density of the angle is proportional to cos(angle)^(df - 1).
-    """
-    shares = (np.arange(10_000) + 0.5) / 10_000
-    angles = math.pi * (shares - 0.5)
-    density = np.cos(angles) ** (df - 1)
-    chances = (density.cumsum() - density / 2) / density.sum()
-    return np.tan(angles) * math.sqrt(df), chances
 
 
 def error_of(pairs: list[tuple[float, float]]) -> float:

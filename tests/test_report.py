@@ -441,26 +441,3 @@ def test_charts_are_on_paper(chromium, drawn):
     tab.emulate_media(media="screen")
     tab.wait_for_function(f"({look})()[0].width === 620 && window.paper[0].text === 'rgb(147, 157, 172)'")
     tab.close()
-
-
-def test_the_browser_shows_pairs_of_two_models(chromium):
-    """evaluate.py's file in the run's folder: the place where both part is marked; a pair is a group."""
-    folder = make_run(Path("a"), samples=make_samples(1))
-    shared = dict(prompt="1+1=", stopped=True, length=3)
-    ours, theirs = [shared | dict(completion=text, reward=reward) for text, reward in (("<b>0", 0.0), ("<b>", 1.0))]
-    pair = dict(at=3, flip=1, a=ours, b=theirs, shared="<b>", tokens=["0", "<end>"])
-    pair |= dict(logprobs_a=[-0.5, -2.0], logprobs_b=[-3.0, -0.25])
-    same = dict(at=None, flip=0, a=ours, b=ours)
-    lines = [json.dumps(line) + "\n" for line in (dict(comparison={}), pair, same)]
-    (Path(folder) / "evaluation-addition-pairs.jsonl").write_text("".join(lines))
-    (Path(folder) / "evaluation-countdown-pairs.jsonl").write_text(lines[0])  # the tokenizers differ
-    tab, wrong = opened(chromium, page_of([folder]))
-    assert tab.locator("#run option").all_inner_texts() == ["a", "a/evaluation-addition-pairs.jsonl"]
-    tab.select_option("#run", "1")
-    assert rewards(tab) == [1, 0, 0, 0] and tab.locator(".row.group .right").all_inner_texts() == ["B won", ""]
-    assert tab.locator("#list .row:not(.group) .advantage").all_inner_texts() == ["B", "A", "A", "B"]
-    assert tab.locator("#list .at").all_inner_texts() == ["<end>", "0"]
-    detail = tab.inner_text("#detail")
-    assert "COMPLETION OF B" in detail.upper() and "3 tokens" in detail and tab.inner_text("#detail .at") == "<end>"
-    columns = tab.locator("#detail .columns dd").all_inner_texts()
-    assert columns == ["<end>", "0.135", "0.779"] and wrong == []

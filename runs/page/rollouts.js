@@ -9,21 +9,6 @@
   let items = []; // what the list shows: {group} or {sample}
   let chosen = null; // a sample
 
-  // A file of evaluate.py about two models: each pair is a group. The token where the two part is marked.
-  const ofPairs = (pairs) => pairs.flatMap((pair, group) => ["a", "b"].map((name, i) => {
-    const sample = { ...pair[name], iter: 0, group, model: name.toUpperCase(), note: { 1: "B won", "-1": "B lost" }[pair.flip] ?? "" };
-    if (pair.at === null) return sample;
-    const [shared, token] = [pair.shared, pair.tokens[i]];
-    sample.tokens = [shared, token, sample.completion.slice((shared + token).length)].filter(Boolean);
-    sample.parting = shared ? 1 : 0;
-    sample.logprobs = sample.tokens.map((_, place) => (place === sample.parting ? pair[`logprobs_${name}`][i] : null));
-    sample.columns = { token, "probability in A": number(Math.exp(pair.logprobs_a[i]), 3), "probability in B": number(Math.exp(pair.logprobs_b[i]), 3) };
-    return sample;
-  }));
-  const number = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−"));
-  for (const run of data.rollouts) run.samples ??= ofPairs(run.pairs);
-  data.rollouts = data.rollouts.filter((run) => run.samples.length);
-
   if (!data.rollouts.length) {
     $("browser").hidden = true;
     $("nothing").hidden = false;
@@ -61,7 +46,7 @@
       sample.prompt = asText(sample.prompt);
       sample.text = `${sample.prompt}\n${sample.completion}`.toLowerCase();
       const key = `${sample.iter} ${sample.group ?? sample.prompt}`;
-      if (!run.groups.has(key)) run.groups.set(key, { iter: sample.iter, question: asText(sample.question ?? sample.prompt), note: sample.note, samples: [] });
+      if (!run.groups.has(key)) run.groups.set(key, { iter: sample.iter, question: asText(sample.question ?? sample.prompt), samples: [] });
       run.groups.get(key).samples.push(sample);
     }
     const order = (sample) => sample.reward ?? -Infinity; // not scored: last
@@ -127,6 +112,7 @@
     $("written").hidden = !current().written;
   };
 
+  const number = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−"));
   // A completion has parts: turns of the model, and between them what tools or an environment replied.
   const isWritten = (sample, i) => sample.mask?.[i] === 0; // by them, so the token has no figures
   const labels = (messages) => {
@@ -156,7 +142,6 @@
       const span = make("span", "", text.replaceAll("\n", oneLine ? "↵" : "↵\n") || (isEnd ? "■" : "◦"));
       if (sample.tokens && !written) span.style.background = tint(scale.of(sample, i) || 0, scale.both);
       span.dataset.token = i;
-      if (sample.parting === i) span.classList.add("at");
       part.append(span);
     });
     return box;
@@ -170,10 +155,10 @@
     element.style.top = `${index * HEIGHT}px`;
     if (item.group) {
       element.append(make("b", "", item.group.question.replaceAll("\n", "↵")));
-      element.append(make("span", "right", item.group.note ?? `iteration ${item.group.iter} · mean ${number(item.group.mean)}`));
+      element.append(make("span", "right", `iteration ${item.group.iter} · mean ${number(item.group.mean)}`));
       return element;
     }
-    const sample = item.sample, advantage = make("span", "advantage", sample.model ?? number(sample.advantage));
+    const sample = item.sample, advantage = make("span", "advantage", number(sample.advantage));
     if (sample.advantage) advantage.classList.add(sample.advantage > 0 ? "above" : "below");
     element.id = `row-${index}`;
     element.setAttribute("role", "option");
@@ -210,17 +195,17 @@
     render();
     detail.replaceChildren();
     if (!sample) return;
-    const length = sample.model ? `${sample.length} tokens` : sample.tokens ? `${sample.tokens.length} tokens` : `${sample.completion.length} characters`;
+    const length = sample.tokens ? `${sample.tokens.length} tokens` : `${sample.completion.length} characters`;
     const shown = { reward: number(sample.reward, 3), advantage: number(sample.advantage, 3), length, end: sample.stopped ? "stopped" : "cut off" };
     if (sample.mask) shown.replies = `${sample.mask.filter((sampled) => !sampled).length} tokens`;
-    const about = [sample.model ? `Completion of ${sample.model}` : "Completion"];
+    const about = ["Completion"];
     if (sample.messages) about.push(`turns: ${sample.messages.filter(({ role }) => role === "assistant").length}`);
     if (sample.tool_errors !== undefined) about.push(`tool errors: ${sample.tool_errors}`);
     const completion = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is a stop token." : "");
     line.id = "token";
     line.setAttribute("aria-live", "polite");
     completion.addEventListener("pointerover", (event) => point(event.target));
-    detail.append(make("h3", "", sample.model ? "Prompt" : `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", about.join(" · ")));
+    detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", about.join(" · ")));
     detail.append(completion, line, make("h3", "", "Figures"), named(shown));
     const rewards = Object.entries(sample.rewards ?? {}).map(([name, value]) => [name, number(value, 3)]);
     if (rewards.length) detail.append(make("h3", "", "Rewards before weights"), named(Object.fromEntries(rewards)));

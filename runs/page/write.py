@@ -8,18 +8,16 @@ line, or hide, are text too (`plain`).
 import json
 import secrets
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
 
-from runs.log import change, read_lines, write_whole
+from runs.log import change, write_whole
 from runs.page.charts import PALETTE, charts_of
 from runs.page.runs import Run, logged, options_of
 from snug.options import in_one_line, plain
 
 HERE = Path(__file__).parent
-MOST_PAIRS = 2000  # of an evaluation of two models, in a page
 
 
 def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
@@ -37,10 +35,6 @@ def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
     rollouts = [
         dict(run=str(run.folder), samples=run.samples, every=run.every) for run in runs if run.samples
     ]
-    for run in runs:
-        for file in sorted(run.folder.glob("evaluation-*-pairs.jsonl")):
-            pairs = islice(read_lines(file), 1, MOST_PAIRS + 1)
-            rollouts.append(dict(run=str(file), pairs=list(pairs), every=1))
     data = dict(palette=PALETTE, charts=list(map(asdict, charts)), rollouts=rollouts)
     text = template.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
