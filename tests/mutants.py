@@ -125,6 +125,7 @@ MUTANTS = [
     # data/tools.py
     ("tools: the sandbox starts with the first call", "data/tools.py", "        if tool is python:", "        if False:", "test_sandbox.py"),
     ("episodes: a reply says None", "data/tools.py", "return None if result is None else", "return", "test_episodes.py"),
+    ("tools: the types of a union in any order", "data/tools.py", "names = sorted({schema", "names = list({schema", "test_tools.py"),
     ("tools: powers far below 1 are computed", "data/tools.py", "bits * abs(exponent)", "bits * exponent", "test_tools.py"),
     ("tools: inline texts for two required arguments", "data/tools.py", "texts and len(required) < 2", "texts and len(required) < 3", "test_tools.py"),
     ("tools: inline texts only for a required argument", "data/tools.py", "texts and len(required) < 2", "texts and len(required) == 1", "test_tools.py"),
