@@ -155,7 +155,11 @@ class FileTask(Task):
             if not rows and (split == "train" or self.settings.eval_prompts):
                 every = self.data["train"] + self.data["test"]
                 prompts = len({self.identity(row) for row in every})
-                alike = f" ({len(every):,} rows, different prompts: {prompts:,})" if prompts < len(every) else ""
+                alike = (
+                    f" ({len(every):,} rows, different prompts: {prompts:,})"
+                    if prompts < len(every)
+                    else ""
+                )
                 raise SnugError(
                     f"data_file={self.file}{alike}: no row is in the {split} split{self.dropped}; {advice}"
                 )
