@@ -261,6 +261,8 @@ def test_targets_are_read_by_pefts_rule(tmp_path):
     assert fits(target_modules=["q_proj", "up_proj"], exclude_modules=r".*mlp\..*")
     assert not fits(target_modules=["proj"]) and not fits(target_modules="q_proj")
     assert not fits(target_modules=["q_proj", "up_proj"])
+    save_file({name: value for name, value in whole.items() if name != f"{MODULE}B.weight"}, file)
+    assert not fits(target_modules=None) and not fits(layers_to_transform=[0, 1])
     save_file({name: value for name, value in whole.items() if "layers.1." in name}, file)
     assert not fits() and fits(layers_to_transform=[1]) and fits(layers_to_transform=1)
     assert fits(target_modules=["layers.1.self_attn.q_proj"]) and fits(target_modules=r"model\.layers\.1\..*q_proj")
