@@ -81,6 +81,23 @@ class GPTConfig:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if low >= high:
             raise ValueError(f"rope_low_freq_factor={low} must be below rope_high_freq_factor={high}")
+        if self.n_layer > 9999:  # a file's number, before there is a list of its tensors
+            raise ValueError(f"n_layer={self.n_layer} is more than 9999")
+        size, longest = self.rotary_size, self.rope_original_block_size
+        if self.position != "rotary":
+            return
+        if size % 2 or not 0 < size <= self.head_size or self.rope_theta <= 1:
+            raise ValueError(
+                f"{size} of {self.head_size} numbers of a head turn, with rope_theta={self.rope_theta}"
+            )
+        if self.rope_type == "longrope":
+            if self.block_size > longest > 0:
+                raise ValueError(
+                    f"block_size={self.block_size} is more than longrope's original {longest}"
+                )
+            for factors in (self.rope_short_factor, self.rope_long_factor):
+                if len(factors) != size // 2 or not all(0 < x < 1e9 for x in factors):
+                    raise ValueError(f"longrope has {size // 2} factors above 0, not {factors!r:.40}")
 
     @property
     def rotary_size(self) -> int:

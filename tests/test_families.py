@@ -25,7 +25,7 @@ from runs.prepare import prepare
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings
 from snug import lora
-from snug.kernels.rotary import rotary_table
+from snug.kernels.rotary import rotary_frequencies, rotary_table
 from snug.memory.plan import MIB, plan
 from snug.options import SnugError
 from snug.pretrained.adapters import find_base, is_target, save_adapters
@@ -44,12 +44,12 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=256)
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, original_max_position_embeddings=128)
 LONGROPE |= dict(short_factor=[1.0, 1.5, 2.5], long_factor=[2.0, 3.0, 9.0])
 CASES = {  # name: (transformers' config class, its keywords)
-    "gemma3": ("Gemma3TextConfig", SMALL | NONE | dict(num_hidden_layers=7, head_dim=16, sliding_window=12, query_pre_attn_scalar=20, rope_scaling=dict(rope_type="linear", factor=8.0), rope_theta=1e5, rope_local_base_freq=1e3, tie_word_embeddings=True)),
-    "smollm3": ("SmolLM3Config", SMALL | NONE | dict(rope_theta=5e4, tie_word_embeddings=True)),
+    "gemma3": ("Gemma3TextConfig", SMALL | NONE | dict(num_hidden_layers=7, sliding_window_pattern=3, head_dim=16, sliding_window=12, query_pre_attn_scalar=20, rope_scaling=dict(rope_type="linear", factor=8.0), rope_theta=1e5, rope_local_base_freq=1e3, tie_word_embeddings=True)),
+    "smollm3": ("SmolLM3Config", SMALL | NONE | dict(no_rope_layer_interval=2, rope_theta=5e4, tie_word_embeddings=True)),
     "phi4-mini": ("Phi3Config", SMALL | NONE | dict(rope_parameters=LONGROPE, original_max_position_embeddings=128, sliding_window=300)),
     "phi3 sliding": ("Phi3Config", SMALL | NONE | dict(partial_rotary_factor=0.5, sliding_window=12)),
     "olmo2": ("Olmo2Config", SMALL | NONE),
-    "olmo3": ("Olmo3Config", SMALL | NONE | dict(sliding_window=12, rope_theta=5e5, rope_scaling=YARN | dict(attention_factor=1.2, beta_fast=8.0))),
+    "olmo3": ("Olmo3Config", SMALL | NONE | dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=12, rope_theta=5e5, rope_scaling=YARN | dict(attention_factor=1.2, beta_fast=8.0))),
     "qwen3 yarn": ("Qwen3Config", SMALL | NONE | dict(head_dim=16, rope_parameters=YARN | dict(rope_theta=1e4))),
     "mistral sliding": ("MistralConfig", SMALL | NONE | dict(sliding_window=12)),
 }  # fmt: skip
@@ -152,40 +152,59 @@ def test_gradients_are_transformers(pair):
         torch.testing.assert_close(value, expected[entry.name], atol=1e-10, rtol=1e-10, msg=entry.name)
 
 
+def test_each_kind_of_layer_is_there_twice(pair):
+    c = GPTConfig(**read_shape(pair[1]))
+    kinds = [(c.rope(layer), c.window(layer)) for layer in range(c.n_layer)]
+    assert min(kinds.count(kind) for kind in kinds) >= 2
+    assert len({*kinds}) == 1 + bool(c.full_every or c.nope_every)
+
+
+def test_packed_rows_are_padded_ones(pair):
+    assert_packed_is_padded(pair, "none", 14)
+
+
 @some("gemma3", "phi4-mini")
 @pytest.mark.parametrize("way", ["none", "block", "selective"])
 def test_packed_is_padded(pair, way):
+    assert_packed_is_padded(pair, way, 0, 14)
+
+
+def assert_packed_is_padded(pair, way, *budgets):
     """Prompts and completions up to 21 tokens, where the window has 12."""
     model, rollouts = GPT.from_pretrained(pair[1], dtype="float64"), make_rollouts()
     options = GRPOSettings(max_new_tokens=12, beta=0.1)
     with padded(poison=7):
         oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
     model.checkpoint_blocks = way
-    for budget in (0, 14):
+    for budget in budgets:
         assert_same(gradient(model, rollouts, Cut(rollouts, 0, budget, 3), options), oracle)
 
 
-@some("phi3 sliding")
-@pytest.mark.parametrize("replies", [False, True])
-def test_a_window_and_the_naive_sampler(pair, replies):
-    agree_with_naive(pair, replies)
+SIZES = pytest.mark.parametrize("size", [(2, 24), pytest.param((4, 44), marks=pytest.mark.long)], ids=str)
 
 
-@some("gemma3", "smollm3")
-def test_the_sampler_is_the_naive_one(pair):
-    agree_with_naive(pair)
+@SIZES
+@some("phi3 sliding", "gemma3", "olmo3")
+def test_the_sampler_is_the_naive_one_behind_replies(pair, size):
+    """Also where only some layers have a window."""
+    agree_with_naive(pair, *size, replies=True)
 
 
-def agree_with_naive(pair, replies=False):
-    """Ragged prompts, slots that get new sequences, completions of up to 44 tokens: the window's ring goes round."""
+@SIZES
+def test_the_sampler_is_the_naive_one(pair, size):
+    agree_with_naive(pair, *size)
+
+
+def agree_with_naive(pair, count, longest, replies=False):
+    """Ragged prompts, slots that get new sequences, completions behind the window of 12: its ring goes round."""
     model = GPT.from_pretrained(pair[1], dtype="float64")
     prompts, options = [list(range(3, 8)), list(range(40, 62))], dict(seed=1, stop_token=(5, 17, 30))
     if replies:
         options["respond"] = lambda row, ids: [7] * (5 + row) if len(ids) < 20 else None
-    rollouts = sample_groups(model, prompts, 4, 44, max_batch=5, **options)
-    assert len({len(ids) for ids in rollouts.completions()}) > 1
+    rollouts = sample_groups(model, prompts, count, longest, max_batch=count + 1, **options)
+    assert replies or len({len(ids) for ids in rollouts.completions()}) > 1
     for i, ids in enumerate(rollouts.completions()):
-        expected, logprobs = generate_naive(model, prompts[i // 4], 44, row=i, **options)
+        expected, logprobs = generate_naive(model, prompts[i // count], longest, row=i, **options)
         assert ids == expected, i
         found = rollouts.sampling_logprobs[i, : len(ids)].tolist()
         assert found == pytest.approx([logprob or 0.0 for logprob in logprobs], abs=1e-6)
@@ -295,6 +314,44 @@ def test_what_a_file_leaves_out_is_the_classs(file, tmp_path):
     assert shape["rope_theta"] == theirs.rope_parameters["full_attention"]["rope_theta"] and shape["rope_factor"] == 8
     assert shape["rope_sliding_theta"] == theirs.rope_parameters["sliding_attention"]["rope_theta"]
     assert [GPTConfig(**shape).slides(i) for i in range(34)] == [kind[0] == "s" for kind in theirs.layer_types]
+
+
+ROPE_RULES = {  # heads of 64 numbers, a context that was stretched from 4096
+    "yarn": dict(rope_type="yarn", factor=4.0),
+    "yarn's range": dict(rope_type="yarn", factor=4.0, beta_fast=16.0, beta_slow=2.0),
+    "yarn for attention": dict(rope_type="yarn", factor=8.0, attention_factor=1.1),
+    "llama3": dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "linear": dict(rope_type="linear", factor=8.0),
+    "longrope": dict(rope_type="longrope", short_factor=[1.0 + i / 8 for i in range(32)], long_factor=[2.0] * 32),
+}
+ROPE_RULES["longrope's factor"] = ROPE_RULES["longrope"] | dict(factor=16.0)
+ROPE_RULES["longrope for attention"] = ROPE_RULES["longrope"] | dict(factor=16.0, attention_factor=1.3)
+
+
+@pytest.mark.parametrize("rule", ROPE_RULES)
+def test_a_ropes_rule_is_transformers(rule, tmp_path):
+    """Frequencies and the factor of attention, at a published size: what the file leaves out matters there."""
+    rope, family = dict(ROPE_RULES[rule], rope_theta=1e4), "phi3" if "longrope" in rule else "llama"
+    if rule != "linear":
+        rope["original_max_position_embeddings"] = 4096
+    config = SMALL | dict(model_type=family, hidden_size=256, max_position_embeddings=131072, rope_parameters=rope)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    c, theirs = GPTConfig(**read_shape(tmp_path)), transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    frequencies, attention = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
+    torch.testing.assert_close(rotary_frequencies(c, "cpu"), frequencies, rtol=1e-6, atol=0)
+    assert c.rope_attention_factor == pytest.approx(attention)
+
+
+def test_longrope_ends_at_the_original_context(pair):
+    """Behind it transformers has other factors for all tokens."""
+    c = GPT.from_pretrained(pair[1]).config
+    if c.rope_type != "longrope":
+        return
+    assert c.block_size == c.rope_original_block_size == 128
+    with pytest.raises(ValueError, match="129 tokens is longer than block_size=128"):
+        GPT(c)(tokens_of(1, 129))
+    with pytest.raises(SnugError, match="block_size=129 is more than longrope's original 128"):
+        GPT.from_pretrained(pair[1], block_size=129)
 
 
 def test_deepseeks_yarn(tmp_path):

@@ -255,7 +255,7 @@ CONFIGS = {
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "use_sliding_window=True": dict(use_sliding_window=True, sliding_window=64),
     "sliding_window=-1": dict(model_type="mistral", sliding_window=-1),
-    "layers of two kinds are not supported": dict(
+    "layer_types=['full_attention', 'sliding_attention'] is not supported": dict(
         model_type="olmo3", sliding_window=8, layer_types=["full_attention", "sliding_attention"]
     ),
     "attention_bias=True": dict(attention_bias=True),
@@ -270,7 +270,7 @@ CONFIGS = {
     "hidden_size=None": dict(hidden_size="gone"),
     "rms_norm_eps=nan is not a valid float": dict(rms_norm_eps=math.nan),
     "the shape (97, 32); needed are ('F32', 'F16', 'BF16', 'F64') and (1000000000000, 32)": dict(vocab_size=10**12),
-    "missing 12": dict(num_hidden_layers=3),  # a layer has 9 weights and 3 biases
+    "missing 12": dict(num_hidden_layers=3, layer_types="gone"),  # a layer has 9 weights and 3 biases
     "surplus 12": dict(num_hidden_layers=1),
 }
 

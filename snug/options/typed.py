@@ -16,9 +16,23 @@ class Fields:
         if type(values) is not dict:
             raise SnugError(f"{path}: {values!r:.40} is not an object")
         self.values, self.path = values, path
+        self.read, self.parts = set(), {}
+
+    def part(self, name: str) -> "Fields":
+        """The object `name`, empty if it is missing."""
+        values = self.get(name, dict, {})
+        return self.parts.setdefault(name, Fields(values, f"{self.path}: {name}"))
+
+    def unread(self) -> set:
+        """-> the names that nobody asked for, also those in parts; not those that are null."""
+        names = {name for name, value in self.values.items() if value is not None} - self.read
+        for name, part in self.parts.items():
+            names |= {f"{name}.{inner}" for inner in part.unread()}
+        return names
 
     def get(self, name: str, kind: type, default: Any = None):
         """-> the value of `name`, or `default` if it is missing. An integer may become a float."""
+        self.read.add(name)
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -33,6 +47,7 @@ class Fields:
 
     def want(self, name: str, *supported):
         """Raises SnugError if the value is none of `supported`. A missing one is fine."""
+        self.read.add(name)
         value = self.values.get(name)
         if value is not None and value not in supported:
             only = " or ".join(map(repr, supported))

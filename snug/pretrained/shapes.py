@@ -1,32 +1,34 @@
 """config.json <-> the shape of a GPT, for GPT-2 and the families of families.toml.
 
-read_shape returns GPTConfig's keywords and refuses options that GPT does not have. `family_of` finds the family of a
-shape; a Mistral without a window is written as a Llama. To add a family: a table in families.toml and, where its
-tensors have other names, a line in tensors.py.
+read_shape returns GPTConfig's keywords. Each key of a file is read, harmless, or refused where it means another model;
+a line names the others. `family_of` finds the family of a shape; a Mistral without a window is written as a Llama. To
+add a family: a table in families.toml and, where its tensors have other names, a line in tensors.py.
 
 With longrope block_size is at most the original context, for which the short factors are. Left out: the ranges of sizes
 and of rope's numbers, which GPTConfig checks; windows in some layers only, except in every n-th one.
-Tests: tests/test_pretrained.py, tests/test_families.py, against transformers.
+Tests: tests/test_pretrained.py, tests/test_families.py, tests/test_configs.py, against transformers.
 """
 
 import json
 import math
+import sys
 import tomllib
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
-from snug.options import SnugError, in_one_line
+from snug.options import SnugError, in_one_line, plain
 from snug.options.typed import Fields
 from snug.shape import GPTConfig, is_every
 
 TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
-NAMES, ROPES, FAMILIES = TABLE["names"], TABLE["ropes"], TABLE["families"]
+NAMES, ROPES, FAMILIES, ONLY = (TABLE[name] for name in ("names", "ropes", "families", "only"))
+HARMLESS = {*TABLE["harmless"].split()}
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel"}
 ARCHITECTURES |= {name: family["architecture"] for name, family in FAMILIES.items()}
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
-# What a GPT does not have
-REFUSED = """attention_bias mlp_bias use_sliding_window use_bidirectional_attention final_logit_softcapping
-attn_logit_softcapping"""
+OPTIONAL = {name for family in FAMILIES.values() for name in family.get("may_have", ())}
+ORIGINAL = "original_max_position_embeddings"
 
 
 def is_pretrained(folder: str | Path) -> bool:
@@ -39,11 +41,12 @@ def read_config(folder: str | Path) -> dict:
     """config.json of a supported architecture. Raises SnugError."""
     path = Path(folder) / "config.json"
     with in_one_line(f"{path}: cannot be read"):
-        config = {"model_type": ""} | json.loads(path.read_bytes())
-    if config["model_type"] == "gemma3":  # with eyes; what it reads is a gemma3_text
-        config |= config["text_config"] | dict(model_type="gemma3_text")
-    Fields(config, path).want("model_type", *ARCHITECTURES)
-    if quantization := Fields(config, path).get("quantization_config", dict, {}):
+        config = json.loads(path.read_bytes())
+    c = Fields(config, path)
+    if c.get("model_type", str) == "gemma3":  # with eyes; what it reads is a gemma3_text
+        config |= c.part("text_config").values | dict(model_type="gemma3_text")
+    c.want("model_type", *ARCHITECTURES)
+    if quantization := c.get("quantization_config", dict, {}):
         quantized = Fields(
             {"bnb_4bit_quant_type": "fp4"} | quantization, f"{path}: quantization_config"
         )
@@ -70,8 +73,25 @@ def read_shape(folder: str | Path):
 
 
 def shape_of(c: Fields) -> dict:
-    """The same of a content of config.json."""
-    return gpt2_shape(c) if c.values["model_type"] == "gpt2" else llama_shape(c)
+    """The same of a content of config.json. Says which of its keys nobody knows."""
+    family = c.values["model_type"]
+    missing = FAMILIES.get(family, {}).get("missing", {})
+    c = Fields(missing | c.values, c.path)
+    if "use_sliding_window" in missing:  # it must be false: Qwen's files have a window, too
+        c.values["sliding_window"] = None
+    for name, values in (ONLY["all"] | ONLY.get(family, {})).items():
+        c.want(name, *values)
+    shape = gpt2_shape(c) if family == "gpt2" else llama_shape(c, family)
+    with in_one_line(f"{c.path}: not the shape of a model"):
+        GPTConfig(**shape)
+    if unknown := c.unread() - HARMLESS:
+        note(f"{c.path}: unknown to snug, and ignored: {', '.join(sorted(unknown))}")
+    return shape
+
+
+@cache  # each text once
+def note(text: str):
+    print(plain(text), file=sys.stderr)
 
 
 def sizes(c, names, **optional):
@@ -81,94 +101,105 @@ def sizes(c, names, **optional):
 
 
 def gpt2_shape(c) -> dict:
-    c.want("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    c.want("scale_attn_by_inverse_layer_idx", False)
     hidden = 4 * c.get("n_embd", int)
     shape = sizes(c, NAMES["gpt2"], n_hidden=hidden, norm_eps=1e-5, tie_embeddings=True)
     return shape | dict(norm="layernorm", position="learned", mlp="gelu", bias=True)
 
 
-def llama_shape(c) -> dict:
-    family = FAMILIES[c.values["model_type"]]
-    c = Fields(family.get("missing", {}) | c.values, c.path)
-    c.want("hidden_act", "silu")
-    c.want("hidden_activation", "gelu_pytorch_tanh")
-    for name in REFUSED.split():
-        c.want(name, False)
+def llama_shape(c, family: str) -> dict:
+    """What a family cannot have is read, too, and refused: another class would compute it, and this one not."""
     heads = c.get("num_attention_heads", int)
     head_size = c.get("hidden_size", int) // heads
     shape = sizes(
         c, NAMES["llama"], n_kv_head=heads, head_size=head_size, norm_eps=1e-6, tie_embeddings=False
     )
-    shape |= FAMILIES["llama"]["has"] | family.get("has", {})
-    may_have = family.get("may_have", ())
-    if "nope_every" in may_have:
-        interval = c.get("no_rope_layer_interval", int)
-        marks = [mark == 0 for mark in c.values.get("no_rope_layers") or ()]
-        shape["nope_every"] = period(c, marks, interval)
-    if "sliding_window" in may_have and c.values.get("sliding_window"):
-        shape["sliding_window"] = c.get("sliding_window", int)
-    if "full_every" in may_have:
-        interval = c.get("sliding_window_pattern", int)
-        marks = [kind == "full_attention" for kind in c.values.get("layer_types") or ()]
-        shape["full_every"] = period(c, marks, interval)
+    shape |= FAMILIES["llama"]["has"] | FAMILIES[family].get("has", {})
+    may_have = {*FAMILIES[family].get("may_have", ())}
+    interval = c.get("no_rope_layer_interval", int, 0)
+    shape["nope_every"] = period(c, "no_rope_layers", (1, 0), interval)
+    shape |= windows(c)
     if "embedding_scale" in may_have:
         shape["embedding_scale"] = shape["n_embd"] ** 0.5
         shape["query_scale"] = (shape["head_size"] / c.get("query_pre_attn_scalar", int)) ** 0.5
-    return shape | rope_shape(c, shape, may_have)
+    shape |= rope_shape(c, shape, "rope_sliding_theta" in may_have)
+    for name in sorted(shape.keys() & OPTIONAL - may_have):
+        if shape[name] != DEFAULTS[name]:
+            raise SnugError(f"{c.path}: a {family} with {name}={shape[name]!r:.40} is not supported")
+    return shape
 
 
-def period(c, marks: list[bool], interval: int) -> int:
-    """-> n if every n-th layer is marked and no other; 0 if none is; without marks, the interval. Raises SnugError for
-    another pattern."""
-    marks = marks[: c.get("num_hidden_layers", int)]
-    if not marks:
+def windows(c) -> dict:
+    window, interval = c.get("sliding_window", int, 0), c.get("sliding_window_pattern", int, 0)
+    every = period(c, "layer_types", ("sliding_attention", "full_attention"), interval)
+    if window:
+        return dict(sliding_window=window, full_every=every)
+    if c.values.get("layer_types") and every != 1:
+        raise SnugError(f"{c.path}: layer_types has windows, but there is no sliding_window")
+    return {}
+
+
+def period(c, name: str, kinds: tuple, interval: int) -> int:
+    """-> n if every n-th layer is of the second kind and no other; 0 if none is; without a list, the interval. Raises
+    SnugError for another pattern."""
+    if not (layers := c.get(name, list, [])):
         return interval
-    n = marks.index(True) + 1 if True in marks else 0
-    if any(mark != is_every(layer, n) for layer, mark in enumerate(marks)):
-        raise SnugError(f"{c.path}: layers of two kinds are not supported, except one layer in every n")
+    count = min(c.get("num_hidden_layers", int), len(layers) + 1)  # a short list is refused
+    n = layers.index(kinds[1]) + 1 if kinds[1] in layers[:count] else 0
+    if layers[:count] != [kinds[is_every(layer, n)] for layer in range(count)]:
+        raise SnugError(
+            f"{c.path}: {name}={layers!r:.60} is not supported; it needs all layers, of which every n-th may be another"
+        )
     return n
 
 
-def rope_shape(c, shape, may_have) -> dict:
+def rope_shape(c, shape, by_kind: bool) -> dict:
     """Newer files have all in rope_parameters, perhaps by kind of layer; older ones rope_theta and rope_scaling."""
-    kinds = c.get("rope_parameters", dict, {}) or c.get("rope_scaling", dict, {})
-    values = kinds.get("full_attention", kinds)
-    top = dict(
-        rope_theta=10000.0, rope_type=values.get("type", "default"), beta_slow=1.0, beta_fast=32.0
-    )
-    rope = Fields(top | c.values | values, c.path)
-    rope.want("rope_type", "default", *ROPES)
-    kind = rope.values["rope_type"]
-    result = dict(rope_theta=rope.get("rope_theta", float))
-    if "rope_sliding_theta" in may_have:
-        sliding = Fields(kinds.get("sliding_attention", {}), c.path)
+    result = {}
+    if not by_kind:
+        rope = c.part("rope_scaling" if c.values.get("rope_scaling") else "rope_parameters")
+    else:
+        kinds = c.part("rope_parameters")
+        sliding, rope = kinds.part("sliding_attention"), kinds.part("full_attention")
         sliding.want("rope_type", "default")
-        local = c.get("rope_local_base_freq", float, result["rope_theta"])
-        result["rope_sliding_theta"] = sliding.get("rope_theta", float, local)
-    if "rotary_fraction" in may_have:
-        result["rotary_fraction"] = rope.get("partial_rotary_factor", float, 1.0)
+        base = c.get("rope_local_base_freq", float)
+        result["rope_sliding_theta"] = sliding.get("rope_theta", float, base)
+        rope.values |= c.get("rope_scaling", dict, {})
+    kind = rope.values["rope_type"] = rope.get("rope_type", str, rope.get("type", str, "default"))
+    rope.want("rope_type", "default", *ROPES)
+    result["rope_theta"] = rope.get("rope_theta", float, c.get("rope_theta", float, 1e4))
+    fraction = c.get("partial_rotary_factor", float, 1.0)
+    result["rotary_fraction"] = rope.get("partial_rotary_factor", float, fraction)
+    original = c.get(ORIGINAL, int, 0)
     if kind == "default":
         return result
+    if original:
+        rope.values[ORIGINAL] = original
     for ours, theirs in ROPES[kind].items():
         like = type(DEFAULTS[ours])
-        result[ours] = rope.get(theirs, list if like is tuple else like)
-    attention = 1.0
+        result[ours] = rope.get(
+            theirs, list if like is tuple else like, TABLE["rope_missing"].get(theirs)
+        )
+    return result | stretched(rope, kind, shape["block_size"], result)
+
+
+def stretched(rope, kind: str, longest: int, result: dict) -> dict:
+    """What a rule with a factor adds to `result`."""
+    attention, original = 1.0, result.get("rope_original_block_size")
+    factor = rope.get("factor", float, longest / original if kind == "longrope" else None)
+    if factor < 1 or original == 1:
+        raise SnugError(f"{rope.path}: factor={factor:g} or {ORIGINAL}={original} is too small")
     if kind == "longrope":
-        longest, original = shape["block_size"], result["rope_original_block_size"]
-        factor = rope.get("factor", float, longest / original)
         attention = math.sqrt(1 + math.log(factor) / math.log(original))
         result["block_size"] = min(longest, original)
-    else:
-        factor = rope.get("factor", float)
     if kind == "yarn":
         rope.want("truncate", True)
         rope.want("mscale_all_dim", 0)
         # attn_factor: DeepSeek's; it multiplies the default, as vLLM reads it
         attention = (0.1 * math.log(factor) + 1) * rope.get("attn_factor", float, 1.0)
-    attention = rope.get("attention_factor", float, attention)
+    if kind in ("longrope", "yarn"):
+        attention = rope.get("attention_factor", float, attention)
     kind = "" if kind == "linear" else kind
-    return result | dict(rope_type=kind, rope_factor=factor, rope_attention_factor=attention)
+    return dict(rope_type=kind, rope_factor=factor, rope_attention_factor=attention)
 
 
 def family_of(c) -> str:
@@ -176,8 +207,7 @@ def family_of(c) -> str:
     plain_heads = c.n_kv_head == c.n_head and c.head_size * c.n_head == c.n_embd and not c.qk_norm
     if (c.norm, c.position, c.mlp) == ("layernorm", "learned", "gelu") and plain_heads:
         return "gpt2"
-    optional = {name for family in FAMILIES.values() for name in family.get("may_have", ())}
-    more = {name for name in optional if getattr(c, name) != DEFAULTS[name]}
+    more = {name for name in OPTIONAL if getattr(c, name) != DEFAULTS[name]}
     for name, family in FAMILIES.items():
         has = FAMILIES["llama"]["has"] | family.get("has", {})
         alike = all(getattr(c, key) == value for key, value in has.items())
