@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_model
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 import evaluate
 import grpo
@@ -283,6 +284,7 @@ def test_the_weights_of_an_adapters_base_are_downloaded_when_they_are_wanted(ser
     (tmp_path / "adapters").mkdir()
     config = dict(peft_type="LORA", r=2, lora_alpha=4, init_lora_weights=True, base_model_name_or_path="tiny/model")
     (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(config))
+    save_file({}, tmp_path / "adapters/adapter_model.safetensors")
     small = sorted(file.name for file in server.root.glob("tiny/model/*.json"))
     code, out, err = python(["-c", BASE], tmp_path, server.address)
     assert (code, out.split("\n")[0].split()) == (0, small), err
