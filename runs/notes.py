@@ -16,8 +16,8 @@ LARGE = 1e-4  # a learning rate that spoils all weights of a pretrained model so
 def notes(prepared: Prepared) -> list[str]:
     """Of a run, or of an evaluation, which does not train."""
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
-    [row] = task.prompts("train", [0])
-    lines = unused_template(tokenizer, row["prompt"]) + untold_tools(prepared, row["prompt"])
+    prompt = task.as_prompt(task.row("train", 0)["prompt"])
+    lines = unused_template(tokenizer, prompt) + untold_tools(prepared, prompt)
     prompts = [row["prompt"] for rows in getattr(task, "rows", {}).values() for row in rows]
     lines += spelled(tokenizer, prompts)
     if isinstance(settings, GRPOSettings) and task.answered:

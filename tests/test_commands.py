@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(tmp_path, monkey
     forget()
     begin = make_model("gpt2", vocab_size=257)
     save_pretrained(begin, "other", get_tokenizer("bytes"))
-    (a, b), _ = prepare_pair(EvaluateSettings(), set(), "other", run)
+    a, b = prepare_pair(EvaluateSettings(), set(), "other", run)
     assert a.reward_funcs[0].__name__ == b.reward_funcs[0].__name__ == "short"
     forget()
     monkeypatch.setattr(fork.subprocess, "call", lambda words: grpo.train(str(words[-1])) and 0)
