@@ -305,6 +305,7 @@ def found(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @cpu_only
 def test_a_run_that_died_in_a_call_resumes_bit_for_bit(found):
     assert "/killed/checkpoint-000001\n" in (found / "resumed.txt").read_text()
@@ -314,6 +315,7 @@ def test_a_run_that_died_in_a_call_resumes_bit_for_bit(found):
         assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
 
 
+@pytest.mark.long
 @cpu_only
 def test_two_processes_have_the_episodes_of_one(found):
     """They deal the prompts, join what they sampled, and select the groups to learn from."""

@@ -110,7 +110,7 @@ def test_on_a_gpu_learning_runs_only_if_it_is_asked_for(tmp_path, bench, monkeyp
     assert "learning" not in ran[0] and len(ran[0]) > 7 and ran[1] == ["learning"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     process = start(tmp_path, [("good", GOOD, 60), ("slow", SLOW, 600), ("never", GOOD, 60)])
     log = tmp_path / "here/log.txt"
@@ -314,7 +314,10 @@ def test_every_bench_is_here():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name in ("sizing", "steady", "episodes"))) for name in SMALLEST],
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("sizing", "steady", "episodes", "learning")))
+        for name in SMALLEST
+    ],
 )
 def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkeypatch, capsys):
     words = SMALLEST[name]
@@ -330,10 +333,10 @@ def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkey
     assert capsys.readouterr().out
 
 
-LONG = pytest.param("logprobs", marks=pytest.mark.long)
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("logprobs", "sampling", "train")]
 
 
-@pytest.mark.parametrize("name", [LONG, "sampling", "iteration", "decode", "nf4", "train", "visit"])
+@pytest.mark.parametrize("name", [*LONG, "iteration", "decode", "nf4", "visit"])
 def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     """A command of make bench-gpu, with tiny shapes: imports, options, every aim, and the device set up as in a run."""
     driver, devices = importlib.import_module("all"), []

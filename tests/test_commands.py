@@ -289,6 +289,7 @@ def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
     assert len((tmp_path / "run/log.jsonl").read_text().splitlines()) == 40
 
 
+@pytest.mark.long
 def test_from_warm_start_to_sample(tmp_path):
     """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
     sft = dict(out_dir="a/sft", digits=1, max_iters=2, batch_size=8, eval_prompts=10)
@@ -320,6 +321,7 @@ def test_from_warm_start_to_sample(tmp_path):
     assert "Memory timeline, a/grpo" in (tmp_path / "a/grpo/report.html").read_text()
 
 
+@pytest.mark.long
 def test_without_triton_plain_torch_does_everything(tmp_path):
     """As on macOS and on ARM, where triton is not installed."""
     code = "import sys; sys.modules['triton'] = None; import runpy; sys.argv = sys.argv[1:]; "

@@ -131,6 +131,7 @@ assert started.wait(60)
 """
 
 
+@pytest.mark.long
 def test_a_process_that_ends_while_its_idle_team_starts_ends_well():
     """It aborted with code 134: the thread came back from a torch operation when the interpreter was gone."""
     ended = subprocess.run([sys.executable, "-c", END_WHILE_THE_TEAM_STARTS], cwd=HOME, capture_output=True, text=True)

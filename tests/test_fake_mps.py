@@ -155,7 +155,7 @@ def told(request):
     return run_apart(__file__, request, cases())
 
 
-OFTEN = "mistakes evaluated saved train-gpt2-plain train-qwen-QLoRA train-qwen-teacher train-qwen-reference sft-qwen".split()
+OFTEN = "evaluated saved train-gpt2-plain train-qwen-QLoRA train-qwen-teacher train-qwen-reference sft-qwen".split()
 OFTEN += ["sample-gpt2-sampled", "sample-qwen-stop tokens"]
 
 

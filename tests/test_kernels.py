@@ -42,7 +42,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @compiles
-@pytest.mark.both
+@pytest.mark.long
 def test_values_in_the_interpreter(request):
     run_interpreted(__file__, 9, request)
 

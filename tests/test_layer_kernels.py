@@ -445,7 +445,7 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     "words, decode, train, recomputed",
-    [("", 8, 32, 41), long("--lora_rank=16", 16, 83, 112), long("--lora_rank=16 --base_dtype=nf4", 15, 97, 133)],
+    [long("", 8, 32, 41), long("--lora_rank=16", 16, 83, 112), long("--lora_rank=16 --base_dtype=nf4", 15, 97, 133)],
 )
 def test_launches_of_a_layer(words, decode, train, recomputed):
     """norm, qkv, attention, proj, norm, up, swiglu, down; in training 11 forward, 21 backward, 9 of 11 again.

@@ -127,6 +127,7 @@ def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
     assert set(decoded[5:]) == {1} and rollouts == [0]
 
 
+@pytest.mark.long
 def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -65,6 +65,7 @@ def assert_same_weights(ours, theirs, atol):
     assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) <= atol
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, name", CASES)
 def test_processes_take_the_steps_of_one(found, kind, name):
     (ours, samples), (theirs, expected) = told(found / kind / name), told(found / "none1" / name)

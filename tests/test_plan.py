@@ -166,7 +166,8 @@ def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "name", ["all on the host", pytest.param("entropy, importance, refilled", marks=pytest.mark.long)]
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) for name in ("all on the host", "entropy, importance, refilled")],
 )
 def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatch):
     """To the byte, in every phase and component."""

@@ -184,9 +184,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["train", *(pytest.param(name, marks=pytest.mark.long) for name in ("evaluate", "plan"))]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("train", "evaluate", "plan")])
 def test_each_long_step_is_named_again_and_again_in_a_pipe(folder, name):
     line, gates = COMMANDS[name]
     child, said = gated([gate for gate in gates if gate != "torch"], line, folder, stdout=subprocess.PIPE), []
@@ -280,6 +278,7 @@ def test_what_a_reward_function_prints_is_above_the_bar(console):
     assert child.wait() == 0
 
 
+@pytest.mark.long
 def test_a_pipe_whose_reader_is_gone_ends_neither_a_run_nor_an_evaluation(folder):
     for name, line in dict(
         run=QUICK + "gone", evaluation=COMMANDS["evaluate"][0] + " --samples_file=gone.jsonl"

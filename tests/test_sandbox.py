@@ -418,7 +418,7 @@ def test_a_lost_keeper_is_followed_by_another(box):
     assert process.returncode == -signal.SIGKILL and box.process is None
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_a_keeper_that_dies_or_hangs_costs_one_result(monkeypatch, how):
     """With all layers it does not come to this."""
     kill = f"import os, signal; os.kill(os.getppid(), signal.{how}); import time; time.sleep(0.2)"

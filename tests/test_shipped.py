@@ -112,8 +112,8 @@ NAMED = [line for line in FOUND if is_only_named(line)]
 SEVERAL = [line for line in FOUND if line.startswith("torchrun")]
 RUN = [line for line in FOUND if line not in [*NAMED, *SEVERAL, *GONE]]
 FORKS = [
-    line for line in RUN if line.startswith("python -m runs.fork ")
-]  # each starts two runs; test_fork.py has short ones
+    line for line in RUN if line.startswith("python -m runs.fork ") or "report.py out/tiny-at4" in line
+]  # each starts two runs, or needs one of these; test_fork.py has short ones
 ON_HUB = sorted(word for word in WORDS if re.fullmatch(r"[A-Z]\w+/[\w.-]+", word))
 
 

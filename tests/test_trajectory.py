@@ -38,7 +38,7 @@ def assert_same(steps):
         assert worst <= SLACK * 1e-4 and mean <= SLACK * 1e-5, (column, worst, mean)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way != "all together")) for way in WAYS])
 def test_every_way_takes_the_same_steps(way):
     assert_same(trajectory.take(trajectory.settings(**WAYS[way]), DEVICE))
 
