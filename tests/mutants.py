@@ -662,8 +662,9 @@ MUTANTS = [
     ("special tokens hide a stop string", "snug/tokenizer/__init__.py", "(i for i in reversed(ids) if i not in special)", "reversed(ids)", "test_tokenizer.py"),
     ("a checkpoint keeps a generation_config.json without stop tokens", "snug/tokenizer/__init__.py", 'files["generation_config.json"] = json.dumps(generation, indent=1).encode()', 'files.setdefault("generation_config.json", json.dumps(generation, indent=1).encode())', "test_tokenizer.py"),
     # snug/tokenizer/chat.py
-    ("a template's alarm rings later", "snug/tokenizer/chat.py", "        timer.cancel()", "        pass", "test_tokenizer.py"),
-    ("a template has all the time", "snug/tokenizer/chat.py", "    timer.start()\n", "", "test_tokenizer.py"),
+    ("a template's alarm rings later", "snug/tokenizer/chat.py", "            done.set()\n    finally:  # the exception may come within the inner one\n        done.set()", "            pass\n    finally:\n        pass", "test_tokenizer.py"),
+    ("a template's exception is swallowed", "snug/tokenizer/chat.py", "        while not done.wait(seconds):", "        if not done.wait(seconds):", "test_tokenizer.py"),
+    ("a template has all the time", "snug/tokenizer/chat.py", "    threading.Thread(target=watch, daemon=True).start()\n", "", "test_tokenizer.py"),
     ("a template has powers", "snug/tokenizer/chat.py", 'frozenset(["**"])', "frozenset()", "test_tokenizer.py"),
     ("the main thread is late, whoever is", "snug/tokenizer/chat.py", "threading.get_ident()", "threading.main_thread().ident", "test_tokenizer.py"),
     ("a message's content writes special tokens", "snug/tokenizer/chat.py", "self.spellings.sub(lambda found: BREAK.join(found[0]), well_formed(value))", "well_formed(value)", "test_tokenizer.py"),

@@ -641,6 +641,21 @@ def test_a_template_that_never_ends_is_one_line(source, thread, tmp_path, monkey
         assert (pool.submit(work).result() if thread else work()) == 45
 
 
+def test_a_late_template_whose_first_exception_is_swallowed_ends_too(tmp_path, monkeypatch):
+    """Python drops an exception that comes within a finalizer."""
+    monkeypatch.setattr(chat, "SECONDS", 0.1)
+    swallowed = []
+    with pytest.raises(TimeoutError), chat.in_time():
+        while True:
+            try:
+                while True:
+                    time.sleep(0.01)
+            except TimeoutError:
+                if swallowed:
+                    raise
+                swallowed.append(1)
+
+
 def test_a_template_in_time_leaves_no_alarm(tmp_path, monkeypatch):
     before = threading.active_count()
     assert rendered(tmp_path, "{{ messages[0].content }}!")

@@ -143,15 +143,24 @@ def well_formed(text):
 
 @contextmanager
 def in_time():
-    """After SECONDS Python code of this thread gets a TimeoutError."""
+    """After SECONDS Python code of this thread gets a TimeoutError, again each second: the first may be swallowed."""
+    done = threading.Event()
     late = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeoutError)
-    timer = threading.Timer(SECONDS, ctypes.pythonapi.PyThreadState_SetAsyncExc, late)
-    timer.daemon = True
-    timer.start()
+
+    def watch():
+        seconds = SECONDS
+        while not done.wait(seconds):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(*late)
+            seconds = 1
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
-        yield
-    finally:
-        timer.cancel()
+        try:
+            yield
+        finally:
+            done.set()
+    finally:  # the exception may come within the inner one
+        done.set()
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
