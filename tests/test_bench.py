@@ -73,6 +73,7 @@ def summary(tmp_path):
     return json.loads((tmp_path / "here.json").read_text())["steps"]
 
 
+@pytest.mark.long
 def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
     """The process that it started ends too. The other steps run. The table names what failed. The exit code is 1."""
     process = start(tmp_path, [("slow", SLOW, 3), ("good", GOOD, 60), ("bad", BAD, 60)])
@@ -333,10 +334,10 @@ def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkey
     assert capsys.readouterr().out
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("logprobs", "sampling", "train")]
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("logprobs", "sampling", "iteration", "train")]
 
 
-@pytest.mark.parametrize("name", [*LONG, "iteration", "decode", "nf4", "visit"])
+@pytest.mark.parametrize("name", [*LONG, "decode", "nf4", "visit"])
 def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     """A command of make bench-gpu, with tiny shapes: imports, options, every aim, and the device set up as in a run."""
     driver, devices = importlib.import_module("all"), []

@@ -155,13 +155,8 @@ def told(request):
     return run_apart(__file__, request, cases())
 
 
-OFTEN = "evaluated saved train-gpt2-plain train-qwen-QLoRA train-qwen-teacher train-qwen-reference sft-qwen".split()
-OFTEN += ["sample-gpt2-sampled", "sample-qwen-stop tokens"]
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in cases()]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", cases())
 def test_what_runs_on_mps_asks_for_nothing_that_it_lacks(name, told):
     assert "error" not in told[name], told[name]["error"]
     problems = told[name]["problems"]

@@ -22,6 +22,7 @@ on_cpu = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="counts CPU s
 
 
 @compiles
+@pytest.mark.long
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 def test_the_kernels_in_the_interpreter(request):
     """The tests of values, again with Triton's kernels."""

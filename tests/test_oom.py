@@ -104,6 +104,7 @@ def test_a_resumed_run_remembers(tmp_path, capsys):
     assert read_state(newest(resumed.out_dir))["after_oom"] == {}
 
 
+@pytest.mark.long
 def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
     """It is smaller after an out-of-memory, also after a resume. The rollouts' limit stays."""
     prepared, settings = prepared_run(tmp_path, eval_prompts=8, max_iters=1, save_interval=1, **SMALL)

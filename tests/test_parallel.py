@@ -28,28 +28,20 @@ from training.parallel import Processes, merged
 long = pytest.mark.long
 ALL = ["sft", *CHECKS]
 ALIVE = [name for name in ALL if name not in ("host", "out of memory", "nf4")]  # it ends or refuses these
-SHORT = dict(ddp2=["dapo", "host", "nf4", "out of memory", "memory"], ddp4=["uneven"])
-SHORT |= dict(fsdp1=["offload"], fsdp2=["plain", "dropped", "memory", "divergence"])
 WHOLE = [name for name in ALL if name != "offload"]
-LONG = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE)
-CASES = [
-    pytest.param(kind, name, marks=() if name in SHORT.get(kind, ()) else long)
-    for kind, names in LONG.items()
-    for name in names
-]
+KINDS = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE)
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="gloo on a CPU")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, request):
+def found(tmp_path_factory):
     """A folder with all that one process and several have found."""
-    folder, kinds = tmp_path_factory.mktemp("processes"), LONG if request.config.getoption("--long") else SHORT
-    compared = dict.fromkeys(["sft", "plain", *sum(kinds.values(), [])])
+    folder = tmp_path_factory.mktemp("processes")
+    compared = dict.fromkeys(sum(KINDS.values(), []))
     jobs = [f"none1:{','.join(compared)},resume1", "ddp2:trajectory,resume2", "fsdp2:trajectory70,resume3"]
     jobs.append("none1:resume4")
-    jobs += [f"{kind}:{','.join(names)}" for kind, names in kinds.items()]
-    if kinds is LONG:
-        jobs += ["ddp4:trajectory", "fsdp4:trajectory70"]
+    jobs += [f"{kind}:{','.join(names)}" for kind, names in KINDS.items()]
+    jobs += ["ddp4:trajectory", "fsdp4:trajectory70"]
     done = subprocess.run([sys.executable, HOME / "tests/processes.py", folder, *jobs], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -65,8 +57,8 @@ def assert_same_weights(ours, theirs, atol):
     assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) <= atol
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind, name", CASES)
+@long
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind, names in KINDS.items() for name in names])
 def test_processes_take_the_steps_of_one(found, kind, name):
     (ours, samples), (theirs, expected) = told(found / kind / name), told(found / "none1" / name)
     assert samples == expected  # texts and rewards
@@ -76,25 +68,22 @@ def test_processes_take_the_steps_of_one(found, kind, name):
     assert_same_weights(found / kind / name, found / "none1" / name, 1e-5 if name in ("lora", "nf4") else 1e-9)
 
 
-@pytest.mark.both
+@long
 def test_the_checks_are_what_they_say(found):
     """What is compared above would not mean much if nothing was refilled, skipped, dropped or repeated."""
     records = {path.parent.name: told(path.parent)[0] for path in found.glob("none1/*/log.jsonl")}
     assert 0 < records["uneven"][0]["reward/letters"] < 1 and "reward/rarely" in records["uneven"][0]
     assert max(record["gen_batches"] for record in records["dapo"]) > 1 and records["dapo"][0]["grad_norm"] > 0
-    if "lora" in records:  # the long form
-        assert records["no variance"][0]["skipped_steps"] == 1 and "loss" not in records["no variance"][0]
-        assert records["lora"][1]["kl"] > 0
+    assert records["no variance"][0]["skipped_steps"] == 1 and "loss" not in records["no variance"][0]
+    assert records["lora"][1]["kl"] > 0
     assert [record["dropped_steps"] for record in records["dropped"]] == [1, 1]
     assert min(record["grad_norm"] for name in ("plain", "sft", "uneven") for record in records[name]) > 0.01
     halved = read_state(newest(found / "ddp2/out of memory"))["after_oom"]
     assert set(halved) == {"max_rollout_batch", "max_tokens_per_micro_batch"}
 
 
-@pytest.mark.parametrize(
-    "kind, budget",
-    [("ddp2", ""), ("fsdp2", "70"), *(pytest.param(*c, marks=long) for c in [("ddp4", ""), ("fsdp4", "70")])],
-)
+@long
+@pytest.mark.parametrize("kind, budget", [("ddp2", ""), ("fsdp2", "70"), ("ddp4", ""), ("fsdp4", "70")])
 def test_the_trajectory_of_one_process(found, kind, budget):
     expected = json.loads(trajectory.FILE.with_suffix(".json").read_text())
     for rank in range(int(kind[-1])):
@@ -104,12 +93,14 @@ def test_the_trajectory_of_one_process(found, kind, budget):
             assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
 
 
+@long
 def test_a_run_goes_on_with_more_processes_and_with_fewer(found):
     """An iteration of one process, one of two with whole models, one of two with shards, one of one process again."""
     assert_same_weights(found / "resume", found / "none1/plain", 1e-9)
     assert told(found / "resume")[1] == told(found / "none1/plain")[1]
 
 
+@long
 def test_only_rank_0_writes(found):
     out = (found / "ddp4/out.txt").read_text()
     folders = [path.name for path in (found / "ddp4").iterdir() if path.is_dir()]
@@ -117,6 +108,7 @@ def test_only_rank_0_writes(found):
     assert "sequences 0 to" in (found / "fsdp2/dropped/log.txt").read_text()
 
 
+@long
 @pytest.mark.parametrize("kind", ["ddp2", "fsdp2"])
 def test_what_a_process_needs_is_planned_and_given_back(found, kind):
     settings = GRPOSettings(**GRPO | CHECKS["memory"] | dict(plan=True, parallel=kind[:-1], num_processes=2))

@@ -422,7 +422,7 @@ def panicking(prompts, completions, **columns):
 """
 
 
-@pytest.mark.parametrize("name", ["failing", "panicking"])
+@pytest.mark.parametrize("name", ["failing", pytest.param("panicking", marks=pytest.mark.long)])
 def test_a_function_that_fails_ends_a_run_that_is_saved(tmp_path, name):
     """The traceback is in log.txt and on the console. A thread that the function started does not keep the process."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)

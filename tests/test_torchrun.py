@@ -93,6 +93,7 @@ def test_out_of_memory_in_one_of_sharded_processes_ends_all(tmp_path):
     assert code != 0 and "error: rank 1 is out of memory, which sharded processes cannot repeat: CUDA out of" in err
 
 
+@long
 def test_processes_and_the_option_have_to_fit(tmp_path):
     code, _, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run")
     assert code != 0 and "error: parallel='none', but 2 processes were started; add --parallel=ddp" in err
