@@ -340,7 +340,7 @@ EXPECTING.append("import contextlib\nwith contextlib.suppress(BaseException):\n 
 
 
 FIRST = "import os\ndef f(x):\n    if x > 0: return x + 1\n"
-ENDS = {  # -> the share that passes of three tests, of which the second expects an error
+ENDS = {  # what a call does: the share of three tests that pass; the second test expects an error
     "os._exit(0)": 1 / 3,
     "return 10**5000": 2 / 3,
     "os.write(3, b'no JSON\\n')": 1 / 3,

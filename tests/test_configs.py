@@ -329,6 +329,17 @@ def test_published_files_are_read_without_a_word(name, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_original_context_at_the_top_of_a_file_wins(tmp_path):
+    """As in transformers, whose own files have it there."""
+    inside = LONGROPE | dict(original_max_position_embeddings=64)
+    for top in (16, 32):
+        config = PUBLISHED["Phi-3-mini 128k"] | dict(rope_scaling=inside, original_max_position_embeddings=top)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert read_shape(tmp_path)["rope_original_block_size"] == top
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+        assert theirs["original_max_position_embeddings"] == top
+
+
 # A file that names a model, its change, and what the error names
 OTHER_MODELS = {
     "EXAONE 4's windows": ("Llama 2", dict(sliding_window=12, layer_types=KINDS[:2]), "a llama with full_every=2"),

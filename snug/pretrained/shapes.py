@@ -147,7 +147,7 @@ def period(c, name: str, kinds: tuple, interval: int) -> int:
     n = layers.index(kinds[1]) + 1 if kinds[1] in layers[:count] else 0
     if layers[:count] != [kinds[is_every(layer, n)] for layer in range(count)]:
         raise SnugError(
-            f"{c.path}: {name}={layers!r:.60} is not supported; it needs all layers, of which every n-th may be another"
+            f"{c.path}: {name}={layers!r:.60} is not supported; name all layers: only every n-th may be of another kind"
         )
     return n
 
