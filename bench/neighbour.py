@@ -3,8 +3,7 @@
     python train_sft.py config/sft_small.py     # once: the warm start
     python bench/neighbour.py [--rounds=3] [--iterations=8]
 
-With snug/device/cpu.py as it is, with all float32 products by MKL, and with OpenMP's default, threads that spin. The six
-cases take turns, each in a process. A process's figure is the median of its iterations without the first two.
+With snug/device/cpu.py as it is, and with all float32 products by MKL. The four cases take turns, each in a process. A process's figure is the median of its iterations without the first two.
 """
 
 import argparse
@@ -22,18 +21,16 @@ import grpo
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
-from snug.device import cpu, pick
+from snug.device import cpu
 from snug.options import read_settings
 
-ARMS = {"snug": "nothing", "products by MKL": "mkl", "spinning": "spin"}
+ARMS = {"snug": "nothing", "products by MKL": "mkl"}
 
 
 def arm(without, iterations):
     """-> [seconds of an iteration, the process's resident MiB]"""
     if without == "mkl":
         cpu.stays_float32 = lambda: False
-    if without == "spin":
-        pick.share_cores = lambda: None
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--out_dir={folder}/run", f"--max_iters={iterations}", "--eval_prompts=0", "--device=cpu"]
         prepared = prepare(*read_settings(GRPOSettings, ["config/grpo_small.py", *words])[:2])

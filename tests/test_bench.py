@@ -238,7 +238,7 @@ REPLACED = [
     "model.GPT.forward",
     "grpo.iterate",
 ]
-REPLACED += ["train_sft.demonstrations", "snug.device.cpu.stays_float32", "snug.device.pick.share_cores"]
+REPLACED += ["train_sft.demonstrations", "snug.device.cpu.stays_float32"]
 REPLACED += ["snug.kernels.layers.LeanRMSNorm", "snug.decoding.kvcache.launch"]
 REPLACED += [
     "snug.kernels.flash.nothing_to_do",

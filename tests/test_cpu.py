@@ -1,14 +1,10 @@
-"""snug/device/cpu.py: float32 products by oneDNN, and cores that other processes want."""
+"""snug/device/cpu.py: float32 products by oneDNN."""
 
-import subprocess
-import sys
-import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HOME
 
 from snug.device import cpu
 
@@ -86,53 +82,3 @@ def test_the_switch_is_off_again_also_after_an_error():
         assert not cpu.stays_float32() or torch.backends.mkldnn.matmul.fp32_precision == "bf16"
         raise ZeroDivisionError
     assert torch.backends.mkldnn.matmul.fp32_precision == before
-
-
-def test_an_idle_team_lives_while_we_are_preempted_often(monkeypatch):
-    counts, teams, alive = iter([0, 5, 1000, 2000, 2005, 2010]), [], []
-    here = threading.get_ident()  # another test may have started the real thread
-
-    class Clock:
-        """`over` of watch: six looks, a second apart."""
-
-        def wait(self, seconds):
-            assert seconds == 1.0
-            alive.append(sum(team.is_alive() for team in teams))
-            return len(alive) == 6
-
-    class Team(cpu.Background):
-        def __init__(self, work):
-            assert work is cpu.idle
-            super().__init__(work)
-            teams.append(self)
-
-    monkeypatch.setattr(cpu, "Background", Team)
-    monkeypatch.setattr(cpu, "preemptions", lambda: next(counts) if threading.get_ident() == here else 0)
-    cpu.watch(Clock())
-    assert alive == [0, 0, 1, 1, 0, 0]
-
-
-END_WHILE_THE_TEAM_STARTS = """
-import threading, torch
-from snug.device import cpu
-
-cpu.PREEMPTED = -1
-started = threading.Event()
-
-def busy(over):  # as long as the interpreter takes to end
-    started.set()
-    for _ in range(200):
-        torch.zeros(2**20).add_(1)
-    over.wait()
-
-cpu.idle = busy
-cpu.share_cores()
-assert started.wait(60)
-"""
-
-
-@pytest.mark.long
-def test_a_process_that_ends_while_its_idle_team_starts_ends_well():
-    """It aborted with code 134: the thread came back from a torch operation when the interpreter was gone."""
-    ended = subprocess.run([sys.executable, "-c", END_WHILE_THE_TEAM_STARTS], cwd=HOME, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr

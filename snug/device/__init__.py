@@ -1,7 +1,7 @@
 """The device that a process computes on, and its host.
 
     pick     which device, and torch's switches for it        kinds      what kind of device a tensor is on
-    cpu      fast products; cores shared with others          cuda       shapes of a GPU; uploads; its cache
+    cpu      fast products                                   cuda       shapes of a GPU; uploads; its cache
     host     tensors in host memory                           streams    copies that overlap with compute
     processes   a process's share of the work
 

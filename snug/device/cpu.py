@@ -1,14 +1,8 @@
-"""How snug uses a CPU: the faster library for float32 products, and cores that it shares with other processes.
+"""How snug uses a CPU: float32 products run on oneDNN where it is faster.
 
-    fast_products, linear   float32 products run on oneDNN where it is faster
-    share_cores             OpenMP's threads spin only while no other process wants their cores
-
-Left out: how many threads there are (OMP_NUM_THREADS). Tests: tests/test_cpu.py.
+Left out: how many threads there are (OMP_NUM_THREADS), and how long they spin. Tests: tests/test_cpu.py.
 """
 
-import atexit
-import resource
-import threading
 from contextlib import contextmanager, nullcontext
 from functools import cache
 
@@ -22,8 +16,6 @@ LARGE = 2**23
 # Numbers of a weight that waits for memory: then oneDNN is faster with any number of rows, with few up to 3 times.
 LARGE_WEIGHT = 2**18
 EXACT = 1e-5  # largest relative error of a float32 product; rounded to bfloat16 it has 2e-3
-# How often a second another process takes a core from us. Alone it is about 20, beside a busy process 200.
-PREEMPTED = 100
 
 
 def fast_products(x):
@@ -85,56 +77,3 @@ class Linear(torch.autograd.Function):
             dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
             dweight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
-
-
-@cache
-def share_cores():
-    """Start the thread that watches whether other processes want our cores. Later calls do nothing.
-
-    The thread and its idle team end before the interpreter does. A thread in a torch operation would abort the process.
-    """
-    atexit.register(Background(watch).end)
-
-
-def watch(over: threading.Event):
-    """Until `over`, keep an idle team of OpenMP threads while we are preempted often.
-
-    A thread that has done its share of an operation waits for the others. libgomp, which torch uses on Linux, lets it
-    spin for milliseconds: the fastest way if every thread has a core. If another process has one of the cores, the
-    waiting thread burns the time that the others need, and an iteration takes 4 to 10 times as long. libgomp spins 300
-    times shorter while the process has more OpenMP threads than cores. The threads of the idle team count.
-    """
-    team, before = None, preemptions()
-    while not over.wait(1.0):
-        now = preemptions()
-        crowded, before = now - before > PREEMPTED, now
-        if crowded and team is None:
-            team = Background(idle)
-        elif not crowded and team is not None:
-            team.end()
-            team = None
-    if team is not None:
-        team.end()
-
-
-def preemptions() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-def idle(over: threading.Event):
-    """Make OpenMP threads that wait. They belong to the thread that ran an operation, and end with it."""
-    torch.zeros(2**20).add_(1)  # large enough for a team
-    over.wait()
-
-
-class Background(threading.Thread):
-    """A thread that runs work(over) until `end` sets the event `over`."""
-
-    def __init__(self, work):
-        self.over = threading.Event()
-        super().__init__(target=work, args=(self.over,), daemon=True)
-        self.start()
-
-    def end(self):
-        self.over.set()
-        self.join()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from snug.device.cpu import share_cores, stays_float32
+from snug.device.cpu import stays_float32
 from snug.device.kinds import kind_planned
 from snug.options import SnugError, first_line
 
@@ -19,7 +19,6 @@ def pick_device(name: str, tf32: bool = False) -> torch.device:
         device = torch.device(kind_planned(name) if name == "auto" else name)
         if device.type == "cpu":
             stays_float32()  # looks now, not in the middle of something that is measured
-            share_cores()
             return device
         if device.type == "cuda":
             torch.cuda.init()  # says why it cannot, and makes the allocator's counters
