@@ -10,9 +10,10 @@ Left out: models, sampling, anything of size V; critics and rewards of single to
 import numpy as np
 import torch
 
-from settings import own_surrogate
+from settings import load_loss
 from snug.device.kinds import off_mps
 from snug.memory.ledger import COMPONENTS
+from snug.options import SnugError
 
 COMPONENTS[__name__] = "loss"  # the name in --plan's table
 
@@ -136,6 +137,18 @@ def sapo_surrogate(ratio, advantages, options, **rest):
     """-sigmoid(t (ratio - 1)) 4 / t A, t = sapo_temperature_pos or _neg by A's sign             (arXiv 2511.20347)"""
     t = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return -torch.sigmoid(t * (ratio - 1)) * 4 / t * advantages, torch.zeros_like(ratio)
+
+
+def own_surrogate(logprobs, options, **rest):
+    """Your function of loss_type. Raises SnugError if it is no loss for each token."""
+    values = load_loss(options.loss_type)(logprobs=logprobs, options=options, **rest)
+    shape = getattr(values, "shape", None)
+    if shape != logprobs.shape or logprobs.requires_grad and not values.requires_grad:
+        raise SnugError(
+            f"loss_type={options.loss_type} must return a loss for each token, a tensor [{len(logprobs)}] with a "
+            f"gradient, not {type(values).__name__} {list(shape or [])}"
+        )
+    return values, 0 * logprobs.detach()
 
 
 SURROGATES = dict(

@@ -211,18 +211,6 @@ def load_loss(spec: str):
     return imported(spec, "loss_type", "write module:function, such as my_losses:tight", {})
 
 
-def own_surrogate(logprobs, options, **rest):
-    """A surrogate as those of loss.py: your function's. Raises SnugError if it is no loss for each token."""
-    values = load_loss(options.loss_type)(logprobs=logprobs, options=options, **rest)
-    shape = getattr(values, "shape", None)
-    if shape != logprobs.shape or logprobs.requires_grad and not values.requires_grad:
-        raise SnugError(
-            f"loss_type={options.loss_type} must return a loss for each token, a tensor [{len(logprobs)}] with a "
-            f"gradient, not {type(values).__name__} {list(shape or [])}"
-        )
-    return values, 0 * logprobs.detach()
-
-
 @dataclass
 class LossOptions:
     """What is minimized. docs/algorithm.md has the formulas."""

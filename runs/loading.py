@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from model import GPT, make_model
+from model import GPT, make_model, trained
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
 from settings import GRPOSettings, SFTSettings
 from snug import lora
@@ -59,16 +59,6 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     )
     load_with_adapters(checkpoint, model)
     return Run(model, tokenizer, settings, state["iteration"], path)
-
-
-def trained(model: GPT) -> dict[str, torch.nn.Parameter]:
-    """{name: parameter} of a checkpoint, those that train: with LoRA the adapters, else all.
-
-    If the model is sharded, these are the rows that this process has.
-    """
-    if hasattr(model, "shards"):
-        return model.shards
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def load_with_adapters(checkpoint: Checkpoint, model: GPT):

@@ -16,18 +16,16 @@ The newest save_total_limit checkpoints are kept, and the one with the best scor
 
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
+from model import not_finite
 from runs.checkpoint import PREFIX, checkpoints, iteration_of, write
 from runs.loading import generator_state, tensors_of
 from runs.log import read_log
 from snug.device.processes import ONE_PROCESS
-from snug.memory.ledger import component
 from snug.options import SnugError, in_one_line
 from snug.options.progress import phase
 
@@ -166,17 +164,6 @@ class Saver:
             self.say(f"saved after iteration {done - 1}, before the error below; --resume=auto goes on")
         except Exception as error:
             self.say(f"warning: {error}")
-
-
-@component("loss")
-def not_finite(named: Mapping[str, torch.Tensor]):
-    """{name: tensor} -> "embedding.weight has NaN or infinity" of the first that has, or None. Copies nothing."""
-    for name, tensor in named.items():
-        if tensor.numel() and tensor.is_floating_point():
-            low_and_high = torch.stack(tensor.aminmax())  # NaN if any element is
-            if not low_and_high.isfinite().all():
-                return f"{name} has NaN or infinity"
-    return None
 
 
 def best_of(paths: list[Path], scores: dict) -> Path | None:

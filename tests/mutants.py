@@ -196,8 +196,8 @@ MUTANTS = [
     ("the KL's metric keeps the graph", "loss.py", "kl_divergence(logprobs.detach(), ref_logprobs).sum()", "kl_divergence(logprobs, ref_logprobs).sum()", "test_loss.py"),
     ("teacher: the metric of log-probs keeps the graph", "loss.py", "(logprobs.detach() - teacher_logprobs)", "(logprobs - teacher_logprobs)", "test_loss.py"),
     ("teacher: the metric of divergences keeps the graph", "loss.py", "divergence.detach().sum()", "divergence.sum()", "test_loss.py"),
-    ("losses: your own without a gradient", "settings.py", "shape != logprobs.shape or logprobs.requires_grad and not values.requires_grad", "shape != logprobs.shape", "test_loss.py"),
-    ("losses: your own with any shape", "settings.py", "shape != logprobs.shape or ", "", "test_loss.py"),
+    ("losses: your own without a gradient", "loss.py", "shape != logprobs.shape or logprobs.requires_grad and not values.requires_grad", "shape != logprobs.shape", "test_loss.py"),
+    ("losses: your own with any shape", "loss.py", "shape != logprobs.shape or ", "", "test_loss.py"),
     ("equal rewards whose mean rounds", "loss.py", "    rewards = rewards.double()\n", "", "test_loss.py"),
     # model.py
     ("model: frequencies that divide by 0", "snug/shape.py", "if low >= high:", "if low > high:", "test_model.py"),

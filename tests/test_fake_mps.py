@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 import evaluate
+from model import not_finite
 from runs.prepare import prepare
-from runs.saver import not_finite
 from sample import assemble
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError

@@ -16,9 +16,10 @@ from test_grpo import tiny
 
 import grpo
 import train_sft
+from model import not_finite
 from runs import checkpoint
 from runs.prepare import prepare
-from runs.saver import Saver, best_of, not_finite
+from runs.saver import Saver, best_of
 from settings import SFTSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer

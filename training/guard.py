@@ -7,7 +7,8 @@ ruined although they are finite.
 
 from pathlib import Path
 
-from runs.saver import UnsafeState, newest_name, not_finite
+from model import not_finite
+from runs.saver import UnsafeState, newest_name
 
 MAX_DROPPED_STEPS = 5
 

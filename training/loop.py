@@ -13,7 +13,7 @@ from threading import current_thread, main_thread
 import numpy as np
 import torch
 
-from model import make_model
+from model import make_model, trained
 from runs.checkpoint import base_record, checkpoints
 from runs.ending import ending
 from runs.loading import (
@@ -24,7 +24,6 @@ from runs.loading import (
     load_teacher,
     load_weights,
     restore_generators,
-    trained,
 )
 from runs.lock import locked, move_aside
 from runs.log import NoLog, RunLog

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from runs.loading import trained
+from model import trained
 from snug.device.host import new_on_host
 from snug.device.kinds import is_planned
 from snug.device.streams import Done, aside, settle

@@ -26,8 +26,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from model import GPT
-from runs.loading import configure, trained
+from model import GPT, trained
+from runs.loading import configure
 from snug.device.processes import ONE_PROCESS, OneProcess
 from snug.options import SnugError, first_line
 from training.figures import join, moved
