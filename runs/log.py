@@ -8,8 +8,7 @@
 
 The console shows a line for every iteration of GRPO, and about 25 of SFT. How far a run is that has nothing to say for
 long, snug/options/progress.py shows there, and not in log.txt. If the console is gone, a file cannot be written or a
-service fails, the log warns once and the training goes on. What a run prints at its end is in ending.py.
-Left out: plots, which report.py makes.
+service fails, the log warns once and the training goes on. Left out: plots, which report.py makes.
 """
 
 import json

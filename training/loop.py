@@ -15,7 +15,6 @@ import torch
 
 from model import make_model, trained
 from runs.checkpoint import base_record, checkpoints
-from runs.ending import ending
 from runs.loading import (
     configure,
     load_into,
@@ -127,9 +126,8 @@ def train(prepared, title, iterate, device, processes):
             if start >= settings.max_iters:
                 log.say(f"nothing to do: all {start} iterations are done; a larger --max_iters goes on")
             finished = iterations(iterate, training)
-            if not processes.rank:
-                for line in ending(title, settings, bool(prepared.reward_funcs), not finished):
-                    log.say(line)
+            if finished:
+                log.say(f"{title} is done; next: python report.py {settings.out_dir}")
             return finished
 
 
