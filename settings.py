@@ -612,23 +612,16 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
 
 
 @dataclass
-class FromGGUFSettings:
-    """A GGUF file as a Hugging Face folder: the options of runs/from_gguf.py."""
+class ExportSettings:
+    """A run's newest checkpoint as a Hugging Face folder: the options of runs/export.py."""
 
     to: str = option("", "the new folder")
-    dtype: str = option("float32", "dtype of the weights", choices=DTYPES)
+    dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
+    adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")
 
     def check(self):
         if not self.to:
             raise SnugError("name the new folder: --to=export/mine")
-
-
-@dataclass
-class ExportSettings(FromGGUFSettings):
-    """A run's newest checkpoint as a Hugging Face folder: the options of runs/export.py."""
-
-    dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
-    adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")
 
 
 COMMANDS |= {"grpo.py": GRPOSettings, "train_sft.py": SFTSettings}

@@ -73,10 +73,9 @@ def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS):
     if folder.resolve().name.startswith(PREFIX):  # out/run/best is a link to one
         paths = [folder.resolve() if folder.is_symlink() else folder]
     if not paths:
-        hint = "; if it is a run, nothing was saved yet: start it again"
-        if files := sorted(folder.glob("*.gguf")):
-            hint = from_gguf(files[0])
-        raise SnugError(f"{folder}: has no checkpoint{hint}")
+        raise SnugError(
+            f"{folder}: has no checkpoint; if it is a run, nothing was saved yet: start it again"
+        )
     for path in reversed(paths):
         problem = damage(path, tensors)
         if not problem:
@@ -98,13 +97,9 @@ def refuse_missing(folder: Path):
     elif folder.name == "smollm2-135m-instruct":
         hint = f"; make models/{folder.name} makes it"
     elif folder.suffix == ".gguf":
-        hint = from_gguf(folder)
+        hint = f"; python -m examples.gguf {folder} --to=models/{folder.stem} makes one"
     advice = "; a model is a Hugging Face folder, or owner/name on the hub"
     raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
-
-
-def from_gguf(file: Path) -> str:
-    return f"; python -m runs.from_gguf {file} --to=models/{file.stem} makes one"
 
 
 def damage(path: Path, tensors: Collection[str] = TENSORS):

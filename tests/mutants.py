@@ -143,6 +143,18 @@ MUTANTS = [
     ("evaluations move the generators", "evaluate.py", '    samples = limits.run("eval", sample)\n    restore_generators(generators)\n', '    samples = limits.run("eval", sample)\n', "test_scoring.py"),
     ("evaluations: every piece draws as the first", "evaluate.py", "(numbers.start + first) * group_size", "numbers.start * group_size", "test_evaluate.py"),
     ("evaluations: the first process's samples", "evaluate.py", "[sum(samples, []) for samples in", "[samples[0] for samples in", "test_evaluate.py"),
+    # examples/gguf.py
+    ("gguf: norms as they are", "examples/gguf.py", "value = value - 1", "value = value", "test_gguf.py"),
+    ("gguf: queries stay sorted for neighbours", "examples/gguf.py", 'if name == "llama" and part in', 'if name == "" and part in', "test_gguf.py"),
+    ("gguf: positions that are scaled pass", "examples/gguf.py", 'if values.get(key, "none") != "none":', "if False:", "test_gguf.py"),
+    ("gguf: a sliding window is ignored", "examples/gguf.py", 'if name != "gemma3" and values.get(', 'if name == "" and values.get(', "test_gguf.py"),
+    ("gguf: a head of its own is the embedding", "examples/gguf.py", '"lm_head.weight" not in weights', "True", "test_gguf.py"),
+    ("gguf: Qwen's text is not normalized", "examples/gguf.py", 'if c["pre"] == "qwen2":', "if False:", "test_gguf.py"),
+    ("gguf: merges in the vocabulary's order", "examples/gguf.py", "merges.sort(key=lambda merge: merge[0])", "pass", "test_gguf.py"),
+    ("gguf: every added token is special", "examples/gguf.py", "special=kind != USER_DEFINED", "special=True", "test_gguf.py"),
+    ("gguf: no space before a text", "examples/gguf.py", 'c.get("add_space_prefix", True)', "False", "test_gguf.py"),
+    ("gguf: <bos> whatever the file says", "examples/gguf.py", 'c.get("add_bos_token", ', 'c.get("", ', "test_gguf.py"),
+    ("gguf: one stop token", "examples/gguf.py", '("eos_token_id", "eot_token_id")', '("eos_token_id",)', "test_gguf.py"),
     # examples/functions.py
     ("functions: tests that tell no sibling", "examples/functions.py", "return sum(sibling(arguments) != result for sibling in siblings), ", "return 0, ", "test_functions.py"),
     ("functions: no test of an empty input", "examples/functions.py", "max(empty[:1] or pool,", "max(pool,", "test_functions.py"),
@@ -459,7 +471,6 @@ MUTANTS = [
     ("families: scaled queries turn apart from keys", "model.py", "            rotary = None\n", "", "test_families.py"),
     ("families: a norm behind the sum", "model.py", "return x + post_norm(half(y, None, *context))", "return post_norm(x + half(y, None, *context))", "test_families.py"),
     ("families: gelu's slope", "snug/kernels/gated.py", "(1 + 3 * CUBIC * gate * gate)", "(1 + CUBIC * gate * gate)", "test_layer_kernels.py"),
-    ("families: a GGUF file's norms as they are", "snug/pretrained/gguf.py", "piece = piece - 1", "piece = piece", "test_from_gguf.py"),
     ("families: a plan takes every n-th block for the others", "snug/memory/plan.py", "depth % period + period if period > 1 else 2", "2", "test_families.py"),
     ("windows: a step sees its whole completion", "snug/decoding/kvcache.py", "(age <= t) & (age < window)", "age <= t", "test_families.py"),
     ("windows: a step sees its whole prompt", "snug/decoding/kvcache.py", "(column < length) & (length + t - column < window)", "(column < length) & (t >= 0)", "test_families.py"),
@@ -555,16 +566,6 @@ MUTANTS = [
     ("PEFT: adapters that began as a normal distribution", "snug/pretrained/adapters.py", 'True, False, "gaussian")', "True)", "test_adapters.py"),
     # snug/pretrained/bitsandbytes.py
     ("NF4: other block sizes are read", "snug/pretrained/bitsandbytes.py", '{".absmax": ((n // BLOCK,), "U8")}', '{".absmax": (None, "U8")}', "test_nf4.py"),
-    # snug/pretrained/gguf.py
-    ("gguf: two tensors in one place", "snug/pretrained/gguf.py", "if first + offset < stream.at:", "if False:", "test_from_gguf.py"),
-    ("gguf: any divisors of frequencies are Llama 3's", "snug/pretrained/gguf.py", "if not np.allclose(", "if False and not np.allclose(", "test_from_gguf.py"),
-    ("gguf: queries stay sorted for neighbours", "snug/pretrained/gguf.py", "if head_size and entry", "if False and entry", "test_from_gguf.py"),
-    ("gguf: the last rows are missing", "snug/pretrained/gguf.py", "range(0, len(stored), rows)", "range(0, len(stored) - rows, rows)", "test_from_gguf.py"),
-    ("gguf: tensors that nobody reads pass", "snug/pretrained/gguf.py", "sorted(places.keys() ^ tensors.keys())", "sorted(places.keys() - tensors.keys())", "test_from_gguf.py"),
-    ("gguf: positions are not scaled", "snug/pretrained/gguf.py", 'if factor and values.get("rope.scaling.type", "linear") == "linear":', "if False:", "test_from_gguf.py"),
-    ("gguf: a sliding window is ignored", "snug/pretrained/gguf.py", 'fields.want("attention.sliding_window", 0)', "pass", "test_from_gguf.py"),
-    ("gguf: a head of its own is the embedding", "snug/pretrained/gguf.py", '"output.weight" not in tensors', "True", "test_from_gguf.py"),
-    ("gguf: infinite weights warn", "snug/pretrained/gguf.py", '@np.errstate(all="ignore")', "@np.errstate()", "test_from_gguf.py"),
     # snug/pretrained/hub.py
     ("hub: weights of another commit than the configuration", "snug/pretrained/hub.py", "revision=folder.name", "revision=found[3]", "test_hub.py"),
     # snug/pretrained/shapes.py
@@ -667,14 +668,6 @@ MUTANTS = [
     ("a message's content writes special tokens", "snug/tokenizer/chat.py", "self.spellings.sub(lambda found: BREAK.join(found[0]), well_formed(value))", "well_formed(value)", "test_tokenizer.py"),
     ("template variables are not set", "snug/tokenizer/chat.py", "self.source = defaults + self.source", "pass", "test_tokenizer.py"),
     ("template variables set again and again", "snug/tokenizer/chat.py", "if not self.source.startswith(defaults):", "if True:", "test_tokenizer.py"),
-    # snug/tokenizer/gguf.py
-    ("gguf: Qwen's text is not normalized", "snug/tokenizer/gguf.py", 'if "nfc" in rule:', "if False:", "test_from_gguf.py"),
-    ("gguf: Llama 3's words are merged", "snug/tokenizer/gguf.py", 'rule.get("whole_words", False)', "False", "test_from_gguf.py"),
-    ("gguf: merges in the vocabulary's order", "snug/tokenizer/gguf.py", "merges.sort(key=lambda merge: merge[0])", "pass", "test_from_gguf.py"),
-    ("gguf: every added token is special", "snug/tokenizer/gguf.py", "special=kind != USER_DEFINED", "special=True", "test_from_gguf.py"),
-    ("gguf: no space before a text", "snug/tokenizer/gguf.py", 'c.get("add_space_prefix", True)', "False", "test_from_gguf.py"),
-    ("gguf: <bos> whatever the file says", "snug/tokenizer/gguf.py", 'c.get("add_bos_token", ', 'c.get("", ', "test_from_gguf.py"),
-    ("gguf: one stop token", "snug/tokenizer/gguf.py", '("eos_token_id", "eot_token_id")', '("eos_token_id",)', "test_from_gguf.py"),
     # training/dry_run.py
     ("NF4: a plan with double quantization always", "training/dry_run.py", "double=stored is not False", "double=True", "test_nf4.py"),
     ("episodes: a plan without replies", "training/dry_run.py", "ask=self.prepared.toolbox", "ask=None", "test_agents.py"),

@@ -192,8 +192,7 @@ MISSING = {  # what is missing -> how the line ends
     "--init_from=out/sft_small": "; python train_sft.py config/sft_small.py makes out/sft_small",
     "config/distill_small.py": "; python grpo.py config/grpo_small.py makes out/grpo_small",  # its teacher
     "config/grpo_real.py": f"{SMALL}: there is no such run or model; make {SMALL} makes it",
-    "--init_from=models/b.gguf": "; python -m runs.from_gguf models/b.gguf --to=models/b makes one",
-    "--init_from=gguf": "gguf: has no checkpoint; python -m runs.from_gguf gguf/b.gguf --to=models/b makes one",
+    "--init_from=models/b.gguf": "; python -m examples.gguf models/b.gguf --to=models/b makes one",
     "--resume=empty": "empty: has no checkpoint; if it is a run, nothing was saved yet: start it again",
     "config/grpo_gym.py": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
     "config/grpo_gsm8k.py": "; README.md and config/grpo_gsm8k.py have the curl command",
@@ -204,10 +203,8 @@ MISSING = {  # what is missing -> how the line ends
 @pytest.mark.parametrize("words, end", MISSING.items())
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch, words, end):
     (tmp_path / "models/smollm2").mkdir(parents=True)  # similar, but not it
-    for name in ("data", "gguf", "empty"):
+    for name in ("data", "empty"):
         (tmp_path / name).mkdir()
-    for name in "cb":
-        (tmp_path / f"gguf/{name}.gguf").touch()
     for name in ("config", "data/sums.jsonl"):
         (tmp_path / name).symlink_to(HOME / name)
     monkeypatch.chdir(tmp_path)

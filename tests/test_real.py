@@ -13,9 +13,7 @@ from test_tokenizer import AWKWARD, SPELLED, ids_of, texts, user
 
 from model import GPT
 from sample import sample_groups
-from settings import FromGGUFSettings
 from snug.device import cpu
-from snug.options import read_settings
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
 
@@ -33,10 +31,10 @@ def folder(tmp_path_factory):
     files = list(Path(package.origin).parent.glob("*.gguf")) if package else []
     if not files or not find_spec("gguf"):
         pytest.skip("make models/smollm2-135m-instruct")
-    from runs import from_gguf
+    from examples.gguf import main
 
     made = tmp_path_factory.getbasetemp() / "smollm2"
-    from_gguf.main(*read_settings(FromGGUFSettings, [str(files[0]), f"--to={made}"], positional="file")[::2])
+    main([str(files[0]), f"--to={made}"])
     return made
 
 

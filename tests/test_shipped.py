@@ -260,7 +260,7 @@ def run(line, monkeypatch):
 
 
 def write_gguf(name):
-    from test_from_gguf import write  # skips without transformers
+    from test_gguf import write  # skips without transformers
 
     write(name)
 

@@ -282,7 +282,6 @@ ABOUT = {
     "run": "a run's folder",
     "folder": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub",
     "folders": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub; two are compared",
-    "file": "a GGUF file",
 }
 
 

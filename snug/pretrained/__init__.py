@@ -4,7 +4,6 @@
     tensors       look_at_weights, then read_weights; save_pretrained, entries, appearing, fingerprint
     hub           local_folder, hub_name
     adapters      find_base, save_adapters: PEFT's folders
-    gguf          convert: a GGUF file becomes a folder
     bitsandbytes  matrices in 4 bits; for tensors alone
 
 A shape is a dict of the keywords of model.GPTConfig; a model needs only parameters with its names. Nothing here

@@ -1,0 +1,221 @@
+"""examples/gguf.py: small files that the library gguf writes become the folders that went in, weights and ids."""
+
+import copy
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+import torch
+from test_pretrained import SMALL, logits_of
+from test_tokenizer import STOP, folder_of, llama2_like, qwen_like, smollm2_like, texts
+
+from model import GPT
+from snug.options import SnugError
+from snug.tokenizer import get_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="pip install -r requirements-gguf.txt")
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+from examples.gguf import main  # noqa: E402
+
+SMALL = SMALL | dict(intermediate_size=64, max_position_embeddings=512, rope_theta=5e3)
+CASES = {  # architecture: (transformers' config class, its keywords, tokenizer, how it cuts text)
+    "llama": ("LlamaConfig", dict(head_dim=8), smollm2_like, "smollm"),
+    "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True), qwen_like, "qwen2"),
+    "gemma3": (
+        "Gemma3TextConfig",
+        dict(head_dim=16, sliding_window=12, rope_local_base_freq=1e4),
+        llama2_like,
+        "default",
+    ),
+}
+KINDS = gguf.GGMLQuantizationType
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
+
+
+def model_of(architecture, vocab_size):
+    name, options, *_ = CASES[architecture]
+    torch.manual_seed(3)
+    config = getattr(transformers, name)(**SMALL | options | dict(vocab_size=vocab_size))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    return model
+
+
+def names_of(spec):
+    """-> every token by its id; ids without a token have a name as llama.cpp's converter gives it."""
+    ids = spec["model"]["vocab"] | {token["content"]: token["id"] for token in spec["added_tokens"]}
+    known = {i: token for token, i in ids.items()}
+    return [known.get(i, f"[PAD{i}]") for i in range(1 + max(known))]
+
+
+def write_tokenizer(writer, spec, names, cut, stop):
+    kinds = {token["id"]: 3 if token["special"] else 4 for token in spec["added_tokens"]}
+    if spec["model"]["byte_fallback"]:
+        kinds |= {i: 6 for i, name in enumerate(names) if regex.fullmatch("<0x..>", name)}
+        kinds[names.index("<unk>")] = 2
+        ranks = {"".join(pair): -rank for rank, pair in reversed([*enumerate(spec["model"]["merges"])])}
+        writer.add_token_scores([float(ranks.get(name, -1e4 - i)) for i, name in enumerate(names)])
+        writer.add_bos_token_id(names.index("<s>"))
+        writer.add_unk_token_id(names.index("<unk>"))
+    else:
+        writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+    writer.add_tokenizer_model("llama" if spec["model"]["byte_fallback"] else "gpt2")
+    writer.add_tokenizer_pre(cut)
+    writer.add_token_list(names)
+    writer.add_token_types([kinds.get(i, 1) for i in range(len(names))])
+    writer.add_eos_token_id(names.index(stop))
+    writer.add_chat_template(TEMPLATE)
+
+
+def write_numbers(writer, config):
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(5e3)
+    if head_size := getattr(config, "head_dim", None):
+        writer.add_key_length(head_size)
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+
+
+def theirs_as_ggufs(architecture, model):
+    """-> {name in the file: array}, as llama.cpp's converter writes them."""
+    known, config = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2), model.config
+    result = {}
+    for name, value in model.state_dict().items():
+        value, part = value.numpy(), name.split(".")[-2]
+        heads = dict(q_proj=config.num_attention_heads, k_proj=config.num_key_value_heads).get(part)
+        if architecture == "llama" and heads:  # llama.cpp rotates neighbours, where Hugging Face rotates halves
+            value = value.reshape(heads, 2, -1, config.hidden_size).swapaxes(1, 2).reshape(value.shape)
+        if architecture == "gemma3" and part.endswith("norm"):
+            value = value + 1
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            result[known.get_name(name, (".weight", ".bias"))] = np.ascontiguousarray(value)
+    return result
+
+
+def write(path, architecture="llama", spec=None, kind=KINDS.F32, more=(), **metadata):
+    """Write a GGUF file -> its model in transformers, its tokenizer.json as an object. more: tensors; kind: of matrices."""
+    *_, family, cut = CASES[architecture]
+    spec, stop = spec or family(), STOP[family]
+    names, writer = names_of(spec), gguf.GGUFWriter(path, architecture)
+    model = model_of(architecture, len(names))
+    write_numbers(writer, model.config)
+    write_tokenizer(writer, spec, names, cut, stop)
+    for key, value in metadata.items():
+        writer.kv_data[0].pop(key, None)  # the library refuses a second value
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, value in (theirs_as_ggufs(architecture, model) | dict(more)).items():
+        its_kind = kind if value.ndim > 1 else KINDS.F32
+        writer.add_tensor(name, gguf.quantize(value, its_kind), raw_dtype=its_kind)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    return model, spec
+
+
+def converted(folder, *arguments, words=(), **more):
+    """-> (the model in transformers, the tokenizer.json), and the file a.gguf is the folder out."""
+    result = write(folder / "a.gguf", *arguments, **more)
+    main([str(folder / "a.gguf"), f"--to={folder}/out", *words])
+    return result
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
+    theirs, spec = converted(tmp_path, architecture)
+    assert f"a.gguf is now {tmp_path}/out; next: python sample.py" in capsys.readouterr().out
+    tokens = torch.randint(1000, (2, 40), generator=torch.Generator().manual_seed(5))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close([*again.parameters()], [*theirs.parameters()])
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(logits_of(GPT.from_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5, rtol=1e-5)
+    ours, stop = get_tokenizer(str(tmp_path / "out")), STOP[CASES[architecture][2]]
+    original = get_tokenizer(folder_of(tmp_path / "in", spec, tokenizer_config=dict(eos_token=stop)))
+    for text in [*texts(500), *map(original.decode, [[i] for i in range(original.n_vocab)]), "e\u0301 1234"]:
+        if "<tool e\u0301" in text:  # a file does not say that a token is looked for in normalized text
+            continue
+        if architecture == "gemma3" and "▁" in text or original.special.get("<unk>") in original.encode(text):
+            continue
+        for special in (True, False):
+            assert ours.encode(text, special) == original.encode(text, special), text
+        assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
+    assert (ours.stop_tokens, ours.special, ours.bos) == (original.stop_tokens, original.special, original.bos)
+    assert ours.chat.source == TEMPLATE
+
+
+def test_quantized_weights_in_bfloat16_and_several_stop_tokens(tmp_path):
+    more = {"tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": True}
+    theirs, _ = converted(tmp_path, words=["--dtype=bfloat16"], kind=KINDS.Q8_0, **more)
+    ours = GPT.from_pretrained(tmp_path / "out", dtype="bfloat16").embedding.weight
+    rounded = gguf.dequantize(gguf.quantize(theirs.model.embed_tokens.weight.detach().numpy(), KINDS.Q8_0), KINDS.Q8_0)
+    assert ours.equal(torch.from_numpy(rounded).bfloat16())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    tokenizer = get_tokenizer(str(tmp_path / "out"))
+    assert (tokenizer.stop_tokens, tokenizer.bos) == ((0, 2), [1])
+
+
+def sentencepiece_ids(text, names, scores):
+    """The neighbours whose union has the best score are merged first, the leftmost of several; then bytes. As Google wrote it."""
+    pieces, ids = list(text.replace(" ", "▁")), {name: i for i, name in enumerate(names)}
+    while pairs := [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids]:
+        i = min(pairs)[1]
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    found = []
+    for piece in pieces:
+        found += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+    return found
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_sentencepiece(space, tmp_path):
+    """Its best token is the last one, and merges follow from scores."""
+    spec = copy.deepcopy(llama2_like())
+    last = len(spec["model"]["vocab"]) - 1
+    spec["model"]["vocab"] = {name: i if i < 259 else 259 + last - i for name, i in spec["model"]["vocab"].items()}
+    converted(tmp_path, "gemma3", spec=spec, **{"tokenizer.ggml.add_space_prefix": space})
+    ours, names = get_tokenizer(str(tmp_path / "out")), names_of(spec)
+    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
+    scores, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("scores", "token_type"))
+    assert (ours.bos, ours.stop_tokens) == ([1], (2,))
+    spelled = ["▁", *(name for name, kind in zip(names, kinds, strict=True) if kind != 1)]
+    for text in texts(500):
+        if text and not any(name in text for name in spelled):
+            assert ours.encode(text) == sentencepiece_ids(" " * space + text, names, scores), text
+            assert ours.decode(ours.encode(text)) == text
+
+
+REFUSED = {  # what is said: how the file differs
+    "rope_freqs.weight: a llama with this tensor is not supported": dict(more={"rope_freqs.weight": np.ones(4, "f4")}),
+    "tokenizer.ggml.pre=stone is not supported": {"tokenizer.ggml.pre": "stone"},
+    "rope.scaling.type=yarn is not supported": {"llama.rope.scaling.type": "yarn"},
+    "rope.scaling.factor=4.0 is not supported": {"llama.rope.scaling.factor": 4.0},
+    "a llama with a sliding window is not supported": {"llama.attention.sliding_window": 64},
+    "general.architecture=gemma2 is not one of llama, qwen2, gemma3": {"general.architecture": "gemma2"},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_would_be_left_out_in_silence_is_refused(said, tmp_path):
+    with pytest.raises(SnugError) as error:
+        converted(tmp_path, **REFUSED[said])
+    assert said in str(error.value) and str(tmp_path / "a.gguf") in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def test_what_is_no_gguf_file_is_refused_in_one_line(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"\x80\x04." * 20)
+    command = [sys.executable, "-m", "examples.gguf", tmp_path / "a.gguf", f"--to={tmp_path}/out"]
+    result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "cannot become a folder" in result.stderr
