@@ -3,7 +3,6 @@
     make bench            or, in the virtual environment, python bench/all.py --device=cpu [--only=head,memory]
     make bench-gpu        the same on a GPU, after the tests that need one: python3 bench/all.py --device=cuda
                           Neither installs anything, so they run on a machine without a network.
-    python bench/all.py --table          a markdown table of the files in bench/results/
     python bench/all.py --dry-run        the benches of a GPU with tiny shapes, on a CPU too; tests are only collected
 
 The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the
@@ -55,7 +54,6 @@ def cpu_steps():
         ("sampling", ["bench/sampling.py", "--rounds=15", "--only=2 x 64"], 110),
         ("iteration", ["bench/iteration.py", "--rounds=5", "--only=short"], 240),
         ("memory", ["bench/memory.py", "--only=small"], 90),
-        ("sft", ["bench/sft.py", "--rounds=7"], 80),
     ]
     environment = {"CUDA_VISIBLE_DEVICES": "", "BENCH_ITERATIONS": "15"}  # short iterations: the median of more
     return [(name, [*words, "--shapes=cpu"], limit, environment) for name, words, limit in steps]
@@ -84,7 +82,6 @@ def cuda_steps(dry_run, scratch):
         ("sampling", ["bench/sampling.py", "--rounds=2", *shapes], 130, {}),
         ("logprobs", ["bench/logprobs.py", *shapes], 120, {}),
         ("memory", ["bench/memory.py", "--only=tiny,GPT-2,0.5B", *shapes], 90, {}),
-        ("sft", ["bench/sft.py", "--rounds=3", *shapes], 40, {}),
         ("sanitizer", ["bench/memory.py", "--shapes=tiny", f"--only={HOST_OPTIONS}"], 45, sanitizer),
         ("phases", ["bench/iteration.py", "--rounds=1", "--only=GPT-2,uniform", *shapes], 80, {}),
         (LEARNING, [*learning, *shapes], 590, {}),
@@ -119,22 +116,21 @@ def run_steps(steps, summary, folder, seconds):
     environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as runs have it; benches import torch earlier
     environment |= {"OMP_NUM_THREADS": "1"} if summary["shapes"] == "tiny" and common.DEVICE == "cpu" else {}
     for name, words, limit, extra in steps:
-        started, limit = time.monotonic(), min(limit, end - time.monotonic())
-        step = summary["steps"][name] = dict(state="no time left", seconds=0.0, last="", results=[])
-        if limit > 0:
-            print(f"{name}: at most {limit:.0f} s", flush=True)
-            with open(log, "a") as file:
-                file.write(f"\n===== {name}: {' '.join(words)}\n")
-            before, step["state"] = log.stat().st_size, "interrupted"
-            try:
-                step["state"] = run_step(words, limit, environment | extra | {"BENCH_STEP": name}, log)
-            finally:
-                step["seconds"] = round(time.monotonic() - started, 1)
-                step["last"] = (log.read_bytes()[before:].decode(errors="replace").strip().splitlines() or [""])[-1]
-                step["results"] = results_of(name, results)
-                step |= gpu_state()
-                write(summary, folder)
-        write(summary, folder)
+        started = time.monotonic()
+        limit = max(0.0, min(limit, end - started))
+        print(f"{name}: at most {limit:.0f} s", flush=True)
+        with open(log, "a") as file:
+            file.write(f"\n===== {name}: {' '.join(words)}\n")
+        before = log.stat().st_size
+        step = summary["steps"][name] = dict(state="interrupted")
+        try:
+            step["state"] = run_step(words, limit, environment | extra | {"BENCH_STEP": name}, log)
+        finally:
+            step["seconds"] = round(time.monotonic() - started, 1)
+            step["last"] = (log.read_bytes()[before:].decode(errors="replace").strip().splitlines() or [""])[-1]
+            step["results"] = results_of(name, results)
+            step |= gpu_state()
+            file_of(folder).write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def gpu_state():
@@ -154,10 +150,6 @@ def results_of(step, path):
     return list({row["name"]: row for row in rows if row["step"] == step}.values())
 
 
-def write(summary, folder):
-    file_of(folder).write_text(json.dumps(summary, indent=1) + "\n")
-
-
 def file_of(folder):
     """bench/results/<device>.json of bench/results/<device>/."""
     return folder.with_name(folder.name + ".json")
@@ -169,24 +161,6 @@ def steps_before(summary, folder):
         return {}
     before = json.loads(file_of(folder).read_text())
     return before["steps"] if before | {"steps": {}} == summary | {"steps": {}} else {}
-
-
-def markdown(summaries):
-    """-> lines: for each device a table of the ratios, and of the figures that have an aim."""
-    lines = []
-    for summary in summaries:
-        present = ", ".join(f"{name} {number}" for name, number in summary["versions"].items() if number)
-        absent = ", ".join(name for name, number in summary["versions"].items() if not number)
-        lines += [f"{summary['device']}, commit {summary['commit']}: {present}; not installed: {absent or 'none'}", ""]
-        lines += ["| step | result | value | least to most | aim |", "|---|---|---|---|---|"]
-        for step, done in summary["steps"].items():
-            lines += [f"| {step} | {done['state']} | | | |"] if done["state"] != "ok" else []
-            for row in [row for row in done["results"] if "aim" in row or row["unit"] in ("x", "products")]:
-                spread = f"{row['low']:.3g} to {row['high']:.3g}" if "low" in row else ""
-                value = f"{row['value']:.3g}" if isinstance(row["value"], float) else row["value"]
-                lines.append(f"| {step} | {row['name']} | {value} {row['unit']} | {spread} | {row.get('aim', '')} |")
-        lines.append("")
-    return lines
 
 
 def print_table(summary):
@@ -222,15 +196,7 @@ def main(words, make_steps=make_steps):
     options.add_argument("--dry-run", action="store_true", help="tiny shapes; no GPU needed")
     options.add_argument("--seconds", type=float, default=590, help="limit for all steps together")
     options.add_argument("--folder", default="", help="for log.txt and results.jsonl; empty: bench/results/<device>")
-    options.add_argument("--table", action="store_true", help="print what is in bench/results/*.json, and stop")
     arguments = options.parse_args(words)
-    if arguments.table:
-        print(
-            "\n".join(
-                markdown(json.loads(path.read_text()) for path in sorted((HOME / "bench/results").glob("*.json")))
-            )
-        )
-        return 0
     if arguments.device == "cuda" and common.DEVICE == "cpu" and not arguments.dry_run:
         print("error: this torch sees no CUDA device; --dry-run runs tiny shapes on a CPU", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Where a GPU's time goes, phase by phase, and whether its kernels are right in bfloat16.
 
-    python bench/gpu.py [--shapes=cuda|tiny] [--only=attention,tune]        tiny: also on a CPU; its figures say nothing
+    python bench/gpu.py [--shapes=cuda|tiny] [--only=attention,nf4]        tiny: also on a CPU; its figures say nothing
 
 attention   relative errors of packed attention's output and gradients against float64, beside PyTorch's own attention
 ceilings    a large copy, a large product, and the products of a decode step, each over more weights than caches hold
@@ -9,7 +9,6 @@ decode      a step by batch and length, the first step and the recording, and th
 train       a micro-batch by size: the device's time and the host's, without and with checkpoints, and its kernels
 optimizer   a step of AdamW
 mismatch    the sampler's log-probs against the trainer's, with partial sums in bfloat16 and without
-tune        other block shapes of packed attention, beside a causal row with the same number of pairs; only with --only=tune
 
 A random model of Qwen2.5-1.5B's shape, in bfloat16. Times are medians, by events of the device. A model's FLOP count its
 products with weights; backward has two for each of forward. The kernels are printed, the longest first.
@@ -20,12 +19,23 @@ Left out: other libraries (sampling.py, iteration.py, logprobs.py), plans and pe
 import itertools
 import statistics
 import time
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from common import DEVICE, begin, clocked, copy_bandwidth, end, going_on, parser, result, synchronize
-from shapes import QWEN, QWEN_7B, QWEN_15B
+from common import (
+    DEVICE,
+    QWEN,
+    QWEN_7B,
+    QWEN_15B,
+    begin,
+    clocked,
+    copy_bandwidth,
+    end,
+    going_on,
+    parser,
+    result,
+    synchronize,
+)
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,7 +47,6 @@ from settings import GRPOSettings, SFTSettings
 from snug.decoding import DecodeBatch
 from snug.device.cuda import empty_cache
 from snug.device.kinds import MIB
-from snug.kernels import flash, segments
 from snug.kernels.nf4 import NF4, NF4Linear, product
 from snug.kernels.segments import Segments, attend
 from snug.logprobs import head_loss
@@ -56,8 +65,6 @@ SIZES = {
         large=QWEN_7B | dict(block_size=4096), large_decode=[(16, 512)],
         train=[(1, 1, 1024), (2, 8, 200), (8, 8, 200)],  # prompts, completions of each, their length
         sampled=(8, 200),  # completions a prompt, their length
-        tuned=[[(256, [200] * 8)] * 4, [(256, [1024] * 8)]],
-        blocks=[(64, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3)],
     ),
     "tiny": dict(
         model=QWEN | dict(vocab_size=160, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size=64),
@@ -70,8 +77,6 @@ SIZES = {
         large_decode=[(8, 32)],
         train=[(1, 2, 6)],
         sampled=(2, 6),
-        tuned=[[(7, [5, 3])]],
-        blocks=[(64, 32, 4, 2)],
     ),
 }  # fmt: skip
 
@@ -311,49 +316,15 @@ def mismatch(sizes):
         result(f"{name}: KL", float((d.exp() - 1 - d).mean()), "", largest=float(d.abs().max()))
 
 
-def tune(sizes):
-    (H, G, D), original = sizes["heads"][0], flash.kernel_shape
-    for groups in sizes["tuned"]:
-        T, pairs = sum(p + sum(lengths) for p, lengths in groups), pairs_of(groups)
-        q, k, v = (random_bfloat16(1, n, T, D) for n in (H, G, G))
-        row = [x[:, :, :1].expand(-1, -1, int((2 * pairs) ** 0.5), -1).clone().normal_() for x in (q, k, v)]
-        causal = lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
-        attention_speed(f"{T} tokens, PyTorch's causal row", causal, row, None, 4 * H * D * pairs)
-        for M, N, warps, stages in sizes["blocks"]:
-            tile = max(64, M)
-            changes = dict(M=M, N=N, PARTS=tile // M, num_warps=warps, num_stages=stages)
-            shape = lambda *args, changes=changes: original(*args) | changes  # noqa: E731
-            with patch.multiple(flash, TILE=tile, kernel_shape=shape), patch.object(segments, "TILE", tile):
-                name = f"{T} tokens, M {M} N {N} warps {warps} stages {stages}"
-                with going_on(name, []):  # a shape may not fit
-                    attention_speed(name, attend, (q, k, v), Segments(groups, DEVICE), 4 * H * D * pairs)
-
-
-def pairs_of(groups):
-    """-> the number of pairs of a token and a token that it sees."""
-    return sum(p * p / 2 + sum(p * c + c * c / 2 for c in lengths) for p, lengths in groups)
-
-
-def attention_speed(name, function, qkv, packed, flop):
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    with torch.no_grad():
-        forward = microseconds(lambda: function(*leaves, packed))
-    y = function(*leaves, packed)
-    dy = torch.randn_like(y)
-    backward = microseconds(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
-    result(f"{name}: forward", flop / forward / 1e6, "TFLOP/s", backward=2.5 * flop / backward / 1e6)
-
-
-SECTIONS = (attention, ceilings, nf4, decode, nf4_decode, train, optimizer, mismatch, tune)
+SECTIONS = (attention, ceilings, nf4, decode, nf4_decode, train, optimizer, mismatch)
 
 
 def main(arguments):
     begin(arguments)
-    only, failed = [word for word in arguments.only.split(",") if word], []
+    failed, names = [], arguments.only or ",".join(section.__name__ for section in SECTIONS)
     for section in SECTIONS:
-        name = section.__name__
-        if name in only or not only and section is not tune:
-            with going_on(name, failed):
+        if section.__name__ in names.split(","):
+            with going_on(section.__name__, failed):
                 section(SIZES["cuda" if arguments.shapes == "cuda" else "tiny"])
             empty_cache()
     end(failed)

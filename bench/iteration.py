@@ -40,7 +40,10 @@ import tokenizers
 import torch
 from common import (
     DEVICE,
+    GPT2,
     HOME,
+    QWEN,
+    QWEN_15B,
     begin,
     chosen,
     clocked,
@@ -51,7 +54,6 @@ from common import (
     ratio_result,
     synchronize,
 )
-from shapes import GPT2, QWEN, QWEN_15B
 
 import grpo
 from model import GPT, GPTConfig, make_model
@@ -218,14 +220,13 @@ def transformers_model(folder, dtype):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(DEVICE)
 
 
-def make_trainer(prepared, model, sequences, steps, response_template=None, **more):
+def make_trainer(prepared, model, sequences, steps):
     """TRL's trainer with our settings and prompts. sequences: of a micro-batch."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     s, tokenizer = prepared.settings, AutoTokenizer.from_pretrained(prepared.settings.init_from)
-    tokenizer.response_template = response_template
     rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
     dataset = Dataset.from_list([dict(prompt=row["prompt"]) for row in rows])
     sequences = min(sequences, s.sequences_per_rollout)
@@ -237,7 +238,7 @@ def make_trainer(prepared, model, sequences, steps, response_template=None, **mo
     options |= dict(use_cpu=DEVICE == "cpu", bf16=s.dtype == "bfloat16", gradient_checkpointing=False)
     options |= dict(shuffle_dataset=False, save_strategy="no", output_dir=s.out_dir, max_steps=steps)
     config = GRPOConfig(**options, report_to="none", logging_steps=1, disable_tqdm=True)
-    return GRPOTrainer(model, reward, config, dataset, processing_class=tokenizer, **more)
+    return GRPOTrainer(model, reward, config, dataset, processing_class=tokenizer)
 
 
 def check_same_model(peer, s):

@@ -15,10 +15,9 @@ and its backward (2 kernels), a product that adds to a copy (2), and Triton's ke
 import argparse
 import sys
 
-import common  # noqa: F401  puts the project on the path
 import numpy as np
 import torch
-from shapes import QWEN_7B, QWEN_15B
+from common import QWEN_7B, QWEN_15B
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import make_model

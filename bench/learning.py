@@ -25,16 +25,12 @@ from common import HOME, chosen, commit, parser, result
 from runs.log import read_log, values_of
 
 # name: (SFT config, GRPO config, options of the GRPO run, seeds)
+ADDITION = "config/sft_small", "config/grpo_small"
 EXPERIMENTS = {
-    "addition dapo": ("config/sft_small", "config/grpo_small", {}, (1, 2, 3, 4, 5)),
-    "addition grpo": ("config/sft_small", "config/grpo_small", dict(loss_type="grpo"), (1, 2)),
-    "addition dr_grpo": (
-        "config/sft_small",
-        "config/grpo_small",
-        dict(loss_type="dr_grpo", scale_rewards="none"),
-        (1, 2),
-    ),
-    "addition cispo": ("config/sft_small", "config/grpo_small", dict(loss_type="cispo", epsilon_high=5), (1, 2)),
+    "addition dapo": (*ADDITION, {}, (1, 2, 3, 4, 5)),
+    "addition grpo": (*ADDITION, dict(loss_type="grpo"), (1, 2)),
+    "addition dr_grpo": (*ADDITION, dict(loss_type="dr_grpo", scale_rewards="none"), (1, 2)),
+    "addition cispo": (*ADDITION, dict(loss_type="cispo", epsilon_high=5), (1, 2)),
     "addition, hard": ("bench/configs/sft_hard", "bench/configs/grpo_hard", {}, (1, 2, 3)),
     "countdown": ("config/sft_countdown", "config/grpo_countdown", {}, (1, 2, 3, 4, 5)),
 }

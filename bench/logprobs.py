@@ -165,13 +165,6 @@ def extra_mib(call, *existing):
         return (live.peak - before) / MIB
 
 
-def attempt(function, *arguments):
-    try:
-        return function(*arguments)
-    except Exception:  # told by `interleaved` already
-        return None
-
-
 def turns(calls):
     """The contenders in two parts: torch.compile, which may take a minute to compile, comes last."""
     compiled = {name: call for name, call in calls.items() if "compile" in name}
@@ -198,7 +191,7 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
 
     def error(function):
         exact = plain_logprobs(logits[:64].double(), targets[:64])
-        return attempt(lambda: float((function(logits[:64], targets[:64]) - exact).abs().max()))
+        return float((function(logits[:64], targets[:64]) - exact).abs().max())
 
     ready = {name: function for name, function in logits_contenders(libraries, compile).items() if function}
     options = Options(1.0, V, False, dtype)
@@ -225,7 +218,7 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
             rate, copied = (n * read / times[which] / 1e9 for n, which in ((passes, name), (2, "copy")))  # TB/s
             details = dict(rate=rate, error=error(ready[name]) if stage == "forward" else None)
             if stage != "backward":
-                details |= dict(extra_mib=attempt(extra_mib, calls[name], logits, other, targets))
+                details |= dict(extra_mib=extra_mib(calls[name], logits, other, targets))
             if stage == "loss + gradient":
                 aim = dict(at_most=1.75) if name == "snug, one visit" else {}
                 result(f"{stage}: {name}", times[name], "ms", **aim, share=rate / copied, **details)
@@ -249,13 +242,13 @@ def bench_head(M, C, V, dtype, budgets, rounds, libraries, compile):
 
     def error(function):
         exact = plain_logprobs(h[:64].double() @ w.double().T, targets[:64])
-        return attempt(lambda: float((function(h[:64], w, targets[:64]) - exact).abs().max()))
+        return float((function(h[:64], w, targets[:64]) - exact).abs().max())
 
     def extra(loss, frozen):
         hidden.grad = weight.grad = None
         weight.requires_grad_(not frozen)
         try:
-            return attempt(extra_mib, partial(train, loss), hidden, weight, targets)
+            return extra_mib(partial(train, loss), hidden, weight, targets)
         finally:
             weight.requires_grad_(True)
 

@@ -14,8 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from common import DEVICE, begin, chosen, end, going_on, parser, result
-from shapes import GPT2, QWEN, QWEN_05B, QWEN_15B
+from common import DEVICE, GPT2, QWEN, QWEN_05B, QWEN_15B, begin, chosen, end, going_on, parser, result
 
 import grpo
 import sample
@@ -37,8 +36,6 @@ TINY = dict(n_layer=3, n_head=4, n_embd=32, block_size=32, vocab_size=300, batch
 TINY |= dict(max_prompt_length=12, max_new_tokens=8, max_tokens_per_micro_batch=26)
 SMALL = dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=8192, batch_size=4, group_size=8)
 SMALL |= dict(max_prompt_length=10, max_new_tokens=80, max_tokens_per_micro_batch=642)
-WIDE = dict(n_layer=8, n_head=8, n_embd=256, block_size=256, vocab_size=50257, bias=True, beta=0.04)
-WIDE |= dict(batch_size=2, group_size=4, max_prompt_length=10, max_new_tokens=246, max_tokens_per_micro_batch=1980)
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16", optimizer_dtype="bfloat16")
 LARGE = GPT2 | dict(vocab_size=50304, bias=True, dtype="bfloat16", batch_size=8, group_size=8)
 LARGE |= dict(max_prompt_length=256, max_new_tokens=256, max_tokens_per_micro_batch=4592)
@@ -62,7 +59,7 @@ LADDER = {  # name -> options
 }
 CASES = {  # shapes -> name -> (shape, ladder)
     "tiny": {"1.5B's options": (TINY | QWEN | BFLOAT16, {"": {}}), "tiny": (TINY, LADDER)},
-    "cpu": {"small": (SMALL, LADDER), "wide vocabulary": (WIDE, {name: LADDER[name] for name in ("plain", "block")})},
+    "cpu": {"small": (SMALL, LADDER)},
     "cuda": {
         "Qwen2.5-1.5B": (ITERATION, {"": {}}),
         "GPT-2 124M": (LARGE, LADDER),

@@ -1,6 +1,6 @@
 """Sampling beside Hugging Face `generate`: the same random weights and prompts, lengths from the same distribution.
 
-    python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--static] [--coder=FOLDER]
+    python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--coder=FOLDER]
 
 A model's stop token has a constant probability at each token, so lengths are geometric; or it has none, and all lengths
 are equal. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is installed (`make
@@ -21,7 +21,10 @@ from importlib.util import find_spec
 import torch
 from common import (
     DEVICE,
+    GPT2,
     HOME,
+    QWEN,
+    QWEN_15B,
     begin,
     chosen,
     clocked,
@@ -34,7 +37,6 @@ from common import (
     result,
 )
 from iteration import set_stop_probability, transformers_model
-from shapes import GPT2, QWEN, QWEN_15B
 
 from model import autocast, make_model
 from runs.loading import load_run
@@ -93,13 +95,12 @@ def real_models(config, folder, dtype):
 
 def hugging_face(config, dtype):
     """A model of this shape in transformers, or None where it is not installed."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
+    if not find_spec("transformers"):
         return None
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config_of(config, dtype)), dtype=getattr(torch, dtype)
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs = AutoConfig.for_model(**config_of(config, dtype))
+    return AutoModelForCausalLM.from_config(theirs, dtype=getattr(torch, dtype))
 
 
 @torch.no_grad()
@@ -141,7 +142,7 @@ def ours(model, prompts, k, longest, stop, seed, **options):
     return int(lengths.sum()), lengths
 
 
-def theirs(peer, prompts, k, longest, stop, seed, **options):
+def theirs(peer, prompts, k, longest, stop, seed):
     torch.manual_seed(seed)
     width = max(map(len, prompts))
     padded = torch.tensor([[0] * (width - len(row)) + row for row in prompts], device=DEVICE)
@@ -156,7 +157,6 @@ def theirs(peer, prompts, k, longest, stop, seed, **options):
         max_new_tokens=longest,
         eos_token_id=stop if stop is None else list(stop),
         pad_token_id=0,
-        **options,
     )[:, width:]
     if stop is None:
         return tokens.numel(), None
@@ -179,7 +179,7 @@ def floor_seconds(model, prompts, k, lengths, longest, per_second):
     return total / per_second
 
 
-def measure(name, case, rounds, per_second, static, coder):
+def measure(name, case, rounds, per_second, coder):
     shape, P, T, k, mean, longest, dtype = case
     if shape:
         model, peer, stop = make_models(name, shape, mean, dtype)
@@ -195,9 +195,6 @@ def measure(name, case, rounds, per_second, static, coder):
         contenders["eager"] = lambda seed, most: ours(model, prompts, k, most, stop, seed, enforce_eager=True)
     if peer is not None:
         contenders["generate"] = lambda seed, most: theirs(peer, prompts, k, most, stop, seed)
-        if static:
-            static = dict(cache_implementation="static")
-            contenders["generate, static"] = lambda seed, most: theirs(peer, prompts, k, most, stop, seed, **static)
     figures, floor_aim = {}, {} if name in AIMS else dict(at_least=60)  # what -> one a round; on a CPU no aim
 
     def tell(what, value, unit="", **aim):
@@ -240,12 +237,11 @@ def main(arguments):
         there = arguments.coder if name.startswith("coder") else case[0] or REAL.exists()
         if there and chosen(name, arguments.only):
             with going_on(name, failed):
-                measure(name, case, arguments.rounds, per_second, arguments.static, arguments.coder)
+                measure(name, case, arguments.rounds, per_second, arguments.coder)
     end(failed)
 
 
 if __name__ == "__main__":
     options = parser("Sampling: tokens a second, beside Hugging Face generate.", rounds=5)
-    options.add_argument("--static", action="store_true", help="also with the static cache, which generate compiles")
     options.add_argument("--coder", help="a folder with a model that writes Python, for the cases named coder")
     main(options.parse_args())

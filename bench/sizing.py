@@ -7,8 +7,7 @@ The batch grows with the devices: four prompts of up to 256 tokens per device, f
 prompt. Blocks are checkpointed, a micro-batch is one sequence, weights and gradients are in bfloat16.
 """
 
-from common import chosen, parser
-from shapes import QWEN_05B, QWEN_7B, QWEN_15B, UNTIED
+from common import QWEN_05B, QWEN_7B, QWEN_15B, UNTIED, chosen, parser
 
 import grpo
 from runs.prepare import prepare

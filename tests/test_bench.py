@@ -1,14 +1,10 @@
 """bench/all.py without a GPU: limits, results of a bench that was stopped, a dry run. bench/iteration.py: what it compares."""
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
-import pkgutil
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import subprocess
@@ -18,10 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_chat_model
-from test_house import source_files
-from test_report import CHROMIUM, make_run, make_samples, page_of
-from test_shipped import write_shrunk_configs
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import make_model
@@ -215,123 +207,23 @@ def test_the_floor_counts_forward_passes(iteration, case):
             assert iteration.floor_flops(model.config, P, T, k, length, passes == 5) == passes * forward
 
 
-# A bench's words for its smallest shape. MODEL and PAGE are made here.
-SMALLEST = {
-    "all": "--table",
-    "distill": "--shapes=tiny --seeds=1 --only=config/,sampled,SFT --out_dir=out",
-    "episodes": "--trl_python=false --rounds=1 --prompts=2 --completions=2 --prompt=600 --turn=4 --reply=2 --model=MODEL",
-    "layers": "--rows=4 --tokens=128",
-    "learning": "--shapes=tiny --only=countdown --seeds=1 --jobs=1 --out_dir=out",
-    "neighbour": "--rounds=1 --iterations=3",
-    "page": "PAGE --rounds=1",
-    "sft": "--shapes=tiny --rounds=1",
-    "sizing": "--shapes=tiny --only=1",
-    "steady": "--iterations=10",
-}
 # The aims of a step in a dry run.
 AIMS = dict(main=1, iteration=2, decode=0, nf4=1, train=8, visit=1, sampling=5, logprobs=4, memory=11, sanitizer=4)
-# What benches replace in their own process: put back, because here it is this one.
-REPLACED = [
-    "sample.uniforms",
-    "sample.sample_groups",
-    "snug.decoding.draw.draw_torch",
-    "model.GPT.forward",
-    "grpo.iterate",
-]
-REPLACED += ["train_sft.demonstrations", "snug.device.cpu.stays_float32"]
-REPLACED += ["snug.kernels.layers.LeanRMSNorm", "snug.decoding.kvcache.launch"]
-REPLACED += [
-    "snug.kernels.flash.nothing_to_do",
-    *(f"snug.kernels.{name}.launch" for name in ("rotary", "gated", "nf4")),
-]
 
 
-class InThisProcess:
-    """In place of subprocess.Popen: scripts of the project run at once and here, because each start imports torch."""
-
-    def __init__(self, args, env=None, stdout=None, **options):
-        self.args, self.stdout = args, io.TextIOWrapper(io.BytesIO(), write_through=True)
-        with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(self.stdout):
-            for name, value in (env or {}).items():
-                patched.setenv(name, value)
-            patched.setattr(sys, "argv", [str(word) for word in args[1:]])
-            self.returncode = run_script(HOME / args[1])
-
-    def poll(self):
-        return self.returncode
-
-    def kill(self):
-        pass
+@pytest.mark.long
+def test_plans_of_one_device_are_a_table():
+    """bench/sizing.py. test_layer_kernels.py runs bench/layers.py, and all others are steps of a dry run."""
+    command = [sys.executable, "bench/sizing.py", "--shapes=tiny", "--only=1"]
+    output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[2].startswith("| tiny | 1 | 0.1 rollout | ")
 
 
-def run_script(path):
-    """-> its exit code"""
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:
-        return end.code or 0
-    return 0
-
-
-@pytest.fixture
-def in_this_process(tmp_path, monkeypatch, bench):
-    """Scripts that a bench starts run in this process, in a folder whose configs are shrunk."""
-    popen, run = subprocess.Popen, subprocess.run
-
-    def is_ours(args):
-        return args[0] == sys.executable and str(args[1]).endswith(".py")
-
-    def run_here(args, **options):
-        if not is_ours(args):
-            return run(args, **options)
-        done = InThisProcess(args, **options)
-        assert done.returncode == 0, args
-        return subprocess.CompletedProcess(args, done.returncode, done.stdout.buffer.getvalue().decode(), "")
-
-    monkeypatch.setattr(subprocess, "run", run_here)
-    monkeypatch.setattr(subprocess, "Popen", lambda args, **o: (InThisProcess if is_ours(args) else popen)(args, **o))
-    before = functions()
-    for place in REPLACED:
-        monkeypatch.setattr(place, pkgutil.resolve_name(place))
-    monkeypatch.setenv("BENCH_ITERATIONS", "2")
-    monkeypatch.chdir(tmp_path)
-    write_shrunk_configs(tmp_path)
-    yield
-    monkeypatch.undo()
-    after = functions()
-    assert not [name for name in before if after[name] is not before[name]], "add these to REPLACED"
-
-
-def functions():
-    """-> {(module, name): function or class} of the project's modules that are imported."""
-    modules = {name: vars(sys.modules[name]) for name in source_files() if name in sys.modules}
-    return {(name, key): value for name, names in modules.items() for key, value in names.items() if callable(value)}
-
-
-def test_every_bench_is_here():
-    programs = {path.stem for path in HOME.glob("bench/*.py")} - {"common", "shapes"}
-    assert programs == SMALLEST.keys() | {"logprobs", "sampling", "iteration", "gpu", "memory", "job"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in ("sizing", "steady", "episodes", "learning")))
-        for name in SMALLEST
-    ],
-)
-def test_a_bench_runs_its_smallest_shape(name, in_this_process, tmp_path, monkeypatch, capsys):
-    words = SMALLEST[name]
-    if "MODEL" in words:
-        words = words.replace("MODEL", str(make_chat_model(tmp_path / "model")))
-    if "PAGE" in words:
-        pytest.importorskip("playwright", reason="playwright is not installed")
-        if CHROMIUM is None:
-            pytest.skip("there is no chromium")
-        words = words.replace("PAGE", str(page_of([make_run(tmp_path / "run", samples=make_samples(1))])))
-    monkeypatch.setattr(sys, "argv", [f"bench/{name}.py", *shlex.split(words)])
-    assert run_script(HOME / f"bench/{name}.py") == 0, capsys.readouterr()
-    assert capsys.readouterr().out
+def test_every_bench_is_run_by_a_test(bench, tmp_path):
+    steps = importlib.import_module("all").make_steps("cuda", True, tmp_path)
+    run = {Path(word).stem for _, words, *_ in steps for word in words if word.startswith("bench/")}
+    programs = {path.stem for path in HOME.glob("bench/*.py")}
+    assert programs == run | {"all", "common", "layers", "sizing"}
 
 
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("logprobs", "sampling", "iteration", "train")]
@@ -360,7 +252,7 @@ def test_bench_gpu_gives_the_product_no_more_rows_than_it_takes(bench):
 def test_every_bench_runs(tmp_path):
     command = [sys.executable, "bench/all.py", "--dry-run", "--seconds=1500", f"--folder={tmp_path}/here"]
     output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=1800).stdout
-    aims_of = AIMS | dict(tests=0, learning=0, sft=0, phases=int(bool(importlib.util.find_spec("trl"))))
+    aims_of = AIMS | dict(tests=0, learning=0, phases=int(bool(importlib.util.find_spec("trl"))))
     steps = summary(tmp_path)
     assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(aims_of, "ok"), output
     aims = {(name, row["name"]) for name, step in steps.items() for row in step["results"] if "aim" in row}
@@ -370,21 +262,12 @@ def test_every_bench_runs(tmp_path):
     assert {row["name"] for row in steps["learning"]["results"]} == {f"{run}_1: held-out pass@1" for run in runs}
 
 
-def test_single_steps_add_up_in_one_file_and_a_table_is_made_of_it(tmp_path, bench):
+def test_single_steps_add_up_in_one_file(tmp_path, bench):
     """Steps of the same commit and the same versions stay; others are left out."""
     driver = importlib.import_module("all")
     about = dict(device="A CPU", commit="1234567", versions={"torch": "2.13", "trl": None}, steps={})
-    good = dict(name="speed", value=1.234, unit="ms", aim="at most 2", low=1.0, high=1.5)
-    ratio, other = dict(name="ratio", value=2.0, unit="x"), dict(name="no ratio, no aim", value=3, unit="s")
-    steps = dict(good=dict(state="ok", results=[good, ratio, other]), bad=dict(state="exit code 3", results=[]))
-    driver.write(about | dict(steps=steps), tmp_path / "here")
+    steps = dict(good=dict(state="ok", results=[]))
+    (tmp_path / "here.json").write_text(json.dumps(about | dict(steps=steps)))
     assert driver.steps_before(about, tmp_path / "here") == steps
     for change in (dict(commit="7654321"), dict(versions={"torch": "2.14", "trl": None})):
         assert driver.steps_before(about | change, tmp_path / "here") == {}
-    lines = driver.markdown([about | dict(steps=steps)])
-    assert lines[0] == "A CPU, commit 1234567: torch 2.13; not installed: trl"
-    assert lines[4:-1] == [
-        "| good | speed | 1.23 ms | 1 to 1.5 | at most 2 |",
-        "| good | ratio | 2 x |  |  |",
-        "| bad | exit code 3 | | | |",
-    ]
