@@ -107,7 +107,6 @@ class Game:
 
 def main(home, jobs):
     from processes import fork, grpo, prepare
-
     from settings import GRPOSettings
 
     def work(job):

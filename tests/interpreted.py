@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE
 
+from helpers.models import DEVICE
 from snug.kernels import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

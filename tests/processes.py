@@ -22,11 +22,11 @@ import torch
 import torch._dynamo  # what torch imports when it makes a model, and FSDP's: 2 seconds, once and not in each process
 import torch.distributed as dist
 import torch.distributed.fsdp
-import trajectory
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 import grpo
 import train_sft
+import trajectory
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug.memory import meter

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from conftest import DEVICE
-from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
 
+from helpers.models import DEVICE
+from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
 from snug.kernels import adamw as module
 from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, noises, numbers_of
 

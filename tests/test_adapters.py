@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HOME, make_model
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from test_hub import NEW, OLD, put
-from test_lora import COMMON, LORA, run_grpo
 
 import evaluate
 import sample
+from helpers import HOME
+from helpers.hub import NEW, OLD, put
+from helpers.models import make_model
+from helpers.runs import LORA, ONE_DIGIT, run_grpo
 from model import GPT
 from model import make_model as make_gpt
 from runs import export
@@ -367,7 +368,7 @@ def test_every_command_takes_it(folders, tmp_path, monkeypatch, capsys):
         settings, given, _ = read_settings(SampleSettings, [name, "--prompt=1+2=", "--max_new_tokens=9"], "folder")
         sample.main(settings, given, find_run(name))
         texts.append(capsys.readouterr().out)
-        words = [name, *COMMON[2:], "--task=addition", "--num_prompts=4", "--max_new_tokens=4"]
+        words = [name, *ONE_DIGIT[2:], "--task=addition", "--num_prompts=4", "--max_new_tokens=4"]
         options, given, _ = read_settings(EvaluateSettings, words, "folder")
         prepared, file = evaluate.prepare_evaluation(options, given, name)
         evaluate.main(options, prepared, file)

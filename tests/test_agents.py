@@ -12,20 +12,21 @@ from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
-import agents
 import pytest
 import torch
-from conftest import DEVICE, HOME, figures
-from padded import a_few, padded
 from safetensors.torch import load_file
-from test_episodes import CHATS, hermes, sampled, user
-from test_parallel import assert_same_weights, told
-from test_tokenizer import folder_of
 
+import agents
 import grpo
 from data.episodes import EpisodeOptions, Episodes, make_toolbox
 from data.tools import parse_calls, schema_of
 from evaluate import prepare_evaluation, run_evaluation
+from helpers import HOME
+from helpers.episodes import CHATS, hermes, sampled
+from helpers.models import DEVICE
+from helpers.runs import assert_same_weights, figures, told
+from helpers.tokenizers import folder_of, user
+from padded import a_few, padded
 from runs import loading
 from runs.checkpoint import newest
 from runs.log import read_lines, read_log

@@ -5,17 +5,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model, make_model
 from hypothesis import given
 from hypothesis import strategies as st
-from test_grpo import some_rollouts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import train_sft
 from batch import Cut, Sequences, make_micro_batch
+from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.rollouts import as_on_cuda, some_rollouts
 from settings import GRPOSettings, SFTSettings
-from snug.device.cuda import MULTIPLE, padded, upload
+from snug.device.cuda import padded, upload
 from snug.device.processes import OneProcess
 
 
@@ -89,11 +89,6 @@ def test_ragged_groups_fill_micro_batches(max_tokens):
         cut = Cut(lengths_of(*((p, c) for p, own in groups for c in own)), max_tokens=max_tokens, group_size=8)
         fewest = -(-sum(p + sum(own) - 8 for p, own in groups) // max_tokens)
         assert len(cut.steps[0]) <= 1.25 * fewest and 0.98 * max_tokens < cut.largest <= max_tokens
-
-
-def as_on_cuda(multiple=MULTIPLE):
-    """Rows are rounded as on CUDA."""
-    return patch.multiple("snug.device.cuda", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
 
 
 @given(

@@ -1,7 +1,6 @@
 """What a checkpoint holds, what is refused, and that a resumed run is the uninterrupted one."""
 
 import dataclasses
-import itertools
 import json
 import os
 import pickle
@@ -16,37 +15,20 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import HOME, figures, make_model
-from test_grpo import tiny
 
 import grpo
 import train_sft
+from helpers import HOME
+from helpers.models import make_model
+from helpers.runs import OPTIMIZERS, figures, reward_that_draws, saved, tiny
 from runs import checkpoint, loading
 from runs.log import read_log
 from runs.prepare import prepare
-from runs.saver import Saver
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
 from training.loop import noting_signals
-from training.optimizer import make_optimizer, optimizer_step
-
-
-def progress(dropped=0):
-    return dict(health=dict(dropped_steps=dropped, dropped_in_a_row=dropped), after_oom={}, extra_prompts=0)
-
-
-def saved(tmp_path, shape="gpt2", iteration=7):
-    """A model with moments, saved -> (model, optimizer, path)."""
-    model = make_model(shape)
-    optimizer = make_optimizer(model, SFTSettings())
-    for _ in range(3):
-        model.logits(model(torch.arange(20, device=model.device).view(2, 10))).logsumexp(-1).sum().backward()
-        optimizer_step(model, optimizer, 1e-3, 1.0)
-    settings = SFTSettings(seed=4, out_dir=str(tmp_path))
-    saver = Saver(settings, get_tokenizer("bytes"), model, optimizer, print)
-    saver.save(iteration, progress(), last=True)
-    return model, optimizer, checkpoint.newest(tmp_path)
+from training.optimizer import make_optimizer
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
@@ -164,10 +146,6 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-PAIRS = itertools.product(("device", "host"), ("float32", "bfloat16"))
-OPTIMIZERS = [dict(optimizer_device=device, optimizer_dtype=dtype) for device, dtype in PAIRS]
-HALVED = dict(dtype="bfloat16", param_dtype="bfloat16")
-OPTIMIZERS += [HALVED | dict(optimizer_device="host"), HALVED | dict(optimizer_dtype="bfloat16", grad_offload=True)]
 CUTS = [2, 4, 5]  # after an evaluation, after an out-of-memory in training, after one in a rollout
 
 
@@ -189,11 +167,6 @@ def out_of_memory_at(monkeypatch, train, rollout):
 
     monkeypatch.setattr(grpo, "sample_rows", rolled)
     monkeypatch.setattr(grpo, "accumulate_gradient", accumulated)
-
-
-def reward_that_draws(prompts, completions, **columns):
-    """Even an untrained model earns it unevenly; from every generator that a checkpoint has."""
-    return [sum(map(ord, c)) % 7 / 7 + random.random() + np.random.rand() + float(torch.rand(())) for c in completions]
 
 
 LONG = [pytest.param(options, range(1, 9), 9, marks=pytest.mark.long) for options in OPTIMIZERS]

@@ -9,28 +9,18 @@ import warnings
 from pathlib import Path
 
 import pytest
-from answers import BAD, BODIES, GOOD, RIGHT, WRONG
 from hypothesis import given
 from hypothesis import strategies as st
 
+from answers import BAD, BODIES, GOOD, RIGHT, WRONG
 from data import code, make_task, programs
 from data.code import names_in
 from data.programs import POOL, from_plain, judge, to_plain
+from helpers.tasks import BODY, HEAD, HUMAN_EVAL, MBPP
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError
 
-HEAD = 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef f(x: int) -> int:\n    """Return x + 1."""\n'
-BODY = "    return x + 1\n"
 OWN = dict(prompt=HEAD, tests=["assert f(1) == 2", "assert f(half(4)) == 3"], canonical_solution=BODY)
-CHECK = "def check(candidate):\n    import math\n    assert True\n    for i in range(3):\n        assert candidate(i) == i + 1\n"
-CHECK = f"LIMIT = 5\n\n{CHECK}    y = candidate(half(2))\n    assert y == math.floor(2.5)\n    assert f(LIMIT) == 6\n"
-HUMAN_EVAL = dict(task_id="T/0", prompt=HEAD, entry_point="f", canonical_solution=BODY, test=CHECK)
-MBPP = dict(
-    text="Add one.",
-    code=f"def f(x):\n{BODY}",
-    test_list=["assert f(1) == 2", "assert floor(f(4)) == 5"],
-    test_setup_code="from math import floor",
-)
 IN_WORDS = dict(prompt="Write f, which adds one.", tests=["assert f(1) == 2", "assert set([f(4)]) == {5}"])
 IN_WORDS["canonical_solution"] = MBPP["code"]
 ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, own=OWN, in_words=IN_WORDS)

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from conftest import DEVICE, figures, make_flat_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo
 from batch import Cut
+from helpers.models import DEVICE, make_flat_model
+from helpers.runs import figures
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
 from runs.prepare import prepare

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import make_model
-from test_checkpoint import saved
-from test_gym import is_installed
 
 import grpo
 import train_sft
 from data import make_task
+from helpers import HOME
+from helpers.models import make_model
+from helpers.runs import command, saved
+from helpers.tasks import is_installed
 from runs import fork
 from runs.checkpoint import newest
 from runs.evaluation import prepare_evaluation, prepare_pair
@@ -22,27 +23,6 @@ from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from snug.options import SnugError, find_path, read_config, read_settings
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
-
-HOME = Path(__file__).parent.parent
-PROBE = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as end:
-    print("torch imported:", "torch" in sys.modules)
-    raise
-"""
-
-
-def command(*words, cwd=HOME):
-    """Run a script in a process of its own -> (exit code, stdout, stderr); stdout ends with whether torch was imported."""
-    environment = os.environ | {"PYTHONPATH": str(HOME)}
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-    return result.returncode, result.stdout, result.stderr
-
 
 ENDS = """
 import sys, threading, time

@@ -10,9 +10,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import rewards, task_of
 
 from data.countdown import ARITHMETIC, evaluate
+from helpers.tasks import rewards, task_of
 
 
 def test_countdown_rows():

@@ -6,19 +6,20 @@ import sys
 
 import pytest
 import tiktoken
-from conftest import HOME, make_chat_model
-from exploits import dressed, harmless
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_episodes import HERMES, Script, says
-from test_grpo import tiny
-from test_gym import needs_package
 
 import data
 import evaluate
 import grpo
-from data import load_reward_function, make_task
+from data import load_reward_function
 from data.task import Task, split_of
+from exploits import dressed, harmless
+from helpers import HOME
+from helpers.episodes import HERMES, Script, says
+from helpers.models import make_chat_model
+from helpers.runs import tiny
+from helpers.tasks import needs_package, rewards, task_of
 from model import GPT
 from runs.prepare import prepare
 from settings import GRPOSettings
@@ -26,15 +27,6 @@ from snug.options import SnugError
 
 FIELD = dict(task="countdown", countdown_max_number=99, countdown_max_target=99)  # as in other projects
 TASKS = {"addition": {}, "countdown": dict(task="countdown")}
-
-
-def task_of(**options):
-    return make_task(GRPOSettings(**options))
-
-
-def rewards(task, rows, completions, **more):
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-    return task.rewards([row["prompt"] for row in rows], completions, **columns, **more)
 
 
 # -----------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, HOME
-from interpreted import compiles, cubin_resources
 
 import grpo
 import runs.loading
 import train_sft
 import training.loop
+from helpers import HOME
+from helpers.models import DEVICE
+from interpreted import compiles, cubin_resources
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug import kernels

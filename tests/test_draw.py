@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, make_model
 
+from helpers.models import DEVICE, make_model
 from snug.decoding.draw import sample_tokens, uniforms
 
 
@@ -33,11 +33,3 @@ def test_the_largest_uniform_never_picks_a_token_of_probability_zero():
     u = torch.tensor([0.0, 0.5, 1 - 2**-23], device=DEVICE)
     tokens, logprobs = sample_tokens(model, hidden, u, 1.0)
     assert tokens.tolist() == [5, 6, 40] and logprobs.tolist() == pytest.approx([-np.log(3)] * 3, abs=1e-6)
-
-
-def rows_with_an_unlikely_end(V):
-    """-> logits (40, V), uniforms (40,) near 1: 256 likely tokens; the others, at the end, have 1e-23 together."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(50, 3, (40, V)).astype(np.float32)
-    x[:, 256:] = x[:, 256:] / 30
-    return x, np.float32(1) - np.float32(2**-24) * generator.integers(1, 8, 40).astype(np.float32)

@@ -9,25 +9,25 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from conftest import HOME, disk, make_flat_model, make_model
 from hypothesis import strategies as st
 
 import evaluate
 import train_sft
 from data import make_task
 from data.scores import Z, group_scores, majority, pass_at, powers, table, wilson
-from data.task import Task
 from evaluate import run_evaluation
+from helpers import HOME
+from helpers.models import make_model
+from helpers.runs import disk, hex_run, prepared_by, run_settings
 from model import GPT
-from runs.checkpoint import Checkpoint, newest
-from runs.evaluation import evaluation_settings, prepare_evaluation
+from runs.checkpoint import newest
+from runs.evaluation import evaluation_settings
 from runs.loading import load_run
-from runs.prepare import Prepared, prepare
+from runs.prepare import prepare
 from sample import complete, sample_groups
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug.memory import Limits
@@ -93,53 +93,6 @@ def test_wilson_is_where_the_normal_test_turns():
 
 # -----------------------------------------------------------------------------
 # A model that is asked. Its 16 tokens are hexadecimal digits; 3 ends a completion.
-
-
-class Hex:
-    name, stop_tokens, n_vocab = "hex", (3,), 16
-    decode = lambda self, ids: "".join(f"{i:x}" for i in ids if i != 3)  # noqa: E731
-    encode_prompt = lambda self, text: [int(digit, 16) for digit in text]  # noqa: E731
-    stopper = lambda self, text: None  # noqa: E731
-
-
-class Digits(Task):
-    """Is the completion's first digit in the row's `wanted`?"""
-
-    columns = ("wanted",)
-
-    def propose(self, rng):
-        prompt = "".join(rng.choice("0124567") for _ in range(rng.randint(1, 5)))
-        return {"prompt": prompt, "wanted": random.Random(prompt).sample("0123456789abcdef", 6)}
-
-    def identity(self, row):
-        return row["prompt"]
-
-    def is_right(self, completion, wanted):
-        return completion[:1] in wanted
-
-    def longest(self, encode):
-        return 5, 11
-
-
-class First(Digits):
-    def answer_of(self, completion):
-        return completion[:1] or None
-
-
-def run_settings(batch_size=8, max_new_tokens=0, **options):
-    """As evaluation_settings makes them of an SFT run's: group_size is 1."""
-    shared = dict(batch_size=batch_size, group_size=1, logits_chunk_mb=0.5)
-    return GRPOSettings(max_new_tokens=max_new_tokens, **shared, **options)
-
-
-def hex_run(cls=First, P=13, num_samples=6, run=None, **options):
-    """-> a model, Prepared, EvaluateSettings, for `run_evaluation`."""
-    settings = replace(run or run_settings(), eval_prompts=P)
-    task = cls(settings)
-    origin = Checkpoint(Path("out/x/checkpoint-000007"), {})
-    prepared = Prepared(settings, task, Hex(), {}, [task.rewards], reward_weights=[1.0], origin=origin)
-    model = make_flat_model("llama", n_layer=1)
-    return model, prepared, EvaluateSettings(num_samples=num_samples, **options)
 
 
 def with_prompts(change, **options):
@@ -270,13 +223,6 @@ def run_folder(tmp_path_factory):
     settings = SFTSettings(task="jsonl", data_file=str(folder / "rows.jsonl"), out_dir=str(folder / "run"), **options)
     train_sft.main(prepare(settings))
     return folder / "run"
-
-
-def prepared_by(folder, *words):
-    """What the command makes of its words -> Prepared, EvaluateSettings, the file for the samples."""
-    options, given, place = read_settings(EvaluateSettings, [str(folder), *words], positional="folder")
-    prepared, file = prepare_evaluation(options, given, place)
-    return prepared, options, file
 
 
 def test_the_command(run_folder):

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_fake_cuda import GPT2, LADDER, QWEN, SAMPLERS, FakeGPU, iterate, register, run_apart, sample, sft
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 import evaluate
+from helpers.fake_device import GPT2, LADDER, QWEN, SAMPLERS, FakeGPU, iterate, register, run_apart, sample, sft
 from model import not_finite
 from runs.prepare import prepare
 from sample import assemble

@@ -10,16 +10,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_flat_model
-from padded import a_few, padded
 from safetensors.torch import load_file
-from test_grpo import never_stop
-from test_packed import assert_same, gradient, make_rollouts
 from torch.overrides import TorchFunctionMode
 
 import grpo
 from batch import Cut
+from helpers.models import make_flat_model
+from helpers.rollouts import assert_same_gradient, gradient, make_rollouts, never_stop
 from model import GPT
+from padded import a_few, padded
 from runs.log import read_log
 from runs.prepare import prepare
 from sample import generate_naive, sample_groups
@@ -177,7 +176,7 @@ def assert_packed_is_padded(pair, way, *budgets):
         oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
     model.checkpoint_blocks = way
     for budget in budgets:
-        assert_same(gradient(model, rollouts, Cut(rollouts, 0, budget, 3), options), oracle)
+        assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, budget, 3), options), oracle)
 
 
 SIZES = pytest.mark.parametrize("size", [(2, 24), pytest.param((4, 44), marks=pytest.mark.long)], ids=str)
@@ -510,7 +509,7 @@ def test_a_property_alone(shape, changes):
     rollouts, options = make_rollouts(), GRPOSettings(max_new_tokens=12, beta=0.1)
     with padded(poison=7):
         oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
-    assert_same(gradient(model, rollouts, Cut(rollouts, 0, 14, 3), options), oracle)
+    assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, 14, 3), options), oracle)
     [ids] = sample_groups(model, [[1, 2, 3]], 1, 30, seed=4).completions()
     assert ids == generate_naive(model, [1, 2, 3], 30, seed=4)[0]
 

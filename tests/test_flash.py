@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from conftest import DEVICE
-from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
-from test_segments import attend_dense
 
+from helpers.kernels import attend_dense
+from helpers.models import DEVICE
+from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.kernels import flash, segments

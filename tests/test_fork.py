@@ -8,11 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import disk, figures
-from test_grpo import tiny
 
 import grpo
 import train_sft
+from helpers.runs import disk, figures, tiny
 from runs import export, fork
 from runs.log import read_log
 from runs.prepare import prepare

@@ -10,41 +10,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, make_flat_model, make_model, tensor_bytes
-from test_loss import LOSS_TYPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import train_sft
 from batch import Cut, Sequences
-from loss import group_advantages, policy_loss
+from helpers.models import DEVICE, make_flat_model, make_model, tensor_bytes
+from helpers.rollouts import never_stop, some_rollouts
+from helpers.runs import tiny
+from loss import policy_loss
 from runs.checkpoint import newest
 from runs.log import read_log
 from runs.prepare import prepare
-from sample import sample_groups
-from settings import GRPOSettings, SFTSettings
+from settings import LOSSES, GRPOSettings, SFTSettings
 from snug.decoding import uniforms
 from snug.device.kinds import MIB
 from snug.memory.ledger import LiveBytes
 from training import state
 from training.figures import sample_records
 from training.optimizer import make_optimizer, optimizer_step
-
-STOP = 3
-
-
-def some_rollouts(model, group_size=4, dtype=torch.float64, **options):
-    """Rollouts of a tiny model with advantages and a reference, ragged."""
-    rollouts = sample_groups(
-        model, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], group_size, 12, stop_token=STOP, seed=3, **options
-    )
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(3, group_size, generator=generator)
-    rollouts.advantages = group_advantages(rewards).flatten().to(DEVICE)
-    for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs"):
-        noise = 0.3 * torch.randn(rollouts.sampling_logprobs.shape, generator=generator, dtype=dtype).to(DEVICE)
-        setattr(rollouts, name, rollouts.sampling_logprobs.to(dtype) + (noise if name != "sampling_logprobs" else 0))
-    return rollouts
 
 
 def gradient(model, rollouts, settings, select=None):
@@ -131,7 +115,7 @@ class OneValueAPlace(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("loss_type, level", [*((name, "token") for name in LOSS_TYPES), ("grpo", "sequence")])
+@pytest.mark.parametrize("loss_type, level", [*((name, "token") for name in LOSSES), ("grpo", "sequence")])
 def test_a_step_adds_floats_in_a_fixed_order(loss_type, level):
     """So that it repeats bit for bit on CUDA. A prompt's last state, and what a sequence's tokens share, get several."""
     model = make_flat_model("gpt2", dtype=torch.float64, vocab_size=200, n_vocab=16)
@@ -158,16 +142,6 @@ def test_entropies_stand_at_their_tokens():
         logprobs = (hidden @ model.lm_head_weight.T / 0.7).log_softmax(1)
         wanted[i, :c] = -(logprobs.exp() * logprobs).sum(1).detach()
     assert torch.allclose(entropies, wanted, atol=1e-9) and entropies.abs().max() > 0.1
-
-
-def tiny(tmp_path, **changes):
-    """Settings of a run of two-digit additions that takes a second or two."""
-    common = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=20, save_interval=2)
-    common["dtype"] = "float32"
-    sft = SFTSettings(**common, out_dir=str(tmp_path / "sft"), max_iters=4, batch_size=16, demonstration_noise=0.5)
-    options = dict(out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir, max_iters=4, beta=0.04)
-    options |= dict(batch_size=4, group_size=4, max_new_tokens=12)
-    return sft, GRPOSettings(**common | options | changes)
 
 
 def run(settings):
@@ -381,13 +355,6 @@ def test_log_probs_of_trainer_and_reference_are_the_plain_ones(temperature):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory: the promise, on a CPU, by the meter
-
-
-def never_stop(monkeypatch):
-    """Every completion is as long as it may be, as the planner takes it to be."""
-    original = sample_groups
-    endless = lambda *args, stop_token, **options: original(*args, stop_token=None, **options)  # noqa: E731
-    monkeypatch.setattr("sample.sample_groups", endless)
 
 
 def peaks(tmp_path, name, sft_too=True, **changes):

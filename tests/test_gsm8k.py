@@ -7,13 +7,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from exploits import dressed, harmless
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
 from data.task import split_of
+from exploits import dressed, harmless
 from settings import GRPOSettings
 from snug.options import SnugError
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import OPTIMIZERS, figures
-from test_grpo import tiny
 
 import grpo
 import train_sft
+from helpers.runs import OPTIMIZERS, figures, tiny
 from runs import checkpoint
 from runs.loading import tensors_of
 from runs.log import read_log
@@ -20,7 +19,6 @@ from snug.options import SnugError
 from training import state
 from training.optimizer import gradients_of
 
-HOME = Path(__file__).parent.parent
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 # what is poisoned, which part of it, and with what
 PLACES = [

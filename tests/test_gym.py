@@ -3,27 +3,23 @@
 `--long` tries every generator of the package: its rows, and what its scorer accepts.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from test_sandbox import ENDS, LATE, LINUX, WRITES, processes, wait_for
-from test_sandbox import place as folder  # noqa: F401, a fixture
 
 from data import make_task, reasoning_gym
 from data.reasoning_gym import REQUEST, ReasoningGym, read_options
+from helpers import HOME
+from helpers.boxes import ENDS, LATE, LINUX, WRITES, processes, wait_for
+from helpers.tasks import needs_package
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError
 from snug.sandbox import Result, Sandbox
 
-HOME = Path(__file__).parent.parent
 WORKER = "data.reasoning_gym_worker:Gym"
-is_installed = importlib.util.find_spec("reasoning_gym") is not None
-needs_package = pytest.mark.skipif(not is_installed, reason="reasoning_gym is not installed")
 
 QUICK = "leg_counting chain_sum gcd base_conversion spell_backward knights_knaves maze mini_sudoku".split()
 EXECUTING = (
@@ -96,16 +92,16 @@ def test_right_answers_score_one_and_others_nothing(task_of, names):
         *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING),
     ],
 )
-def test_exploits_given_to_scorers_that_execute(name, every, hasty, folder):  # noqa: F811
+def test_exploits_given_to_scorers_that_execute(name, every, hasty, place):
     """Each before a right answer. Only every so many-th, because sympy takes its time. --long: all, by all scorers."""
     answer = hasty.call("make", [[name, 7]])[0]["answer"]
-    kept, before = folder / "kept", processes()
+    kept, before = place / "kept", processes()
     for kind, text in [*(WRITES | ENDS | LATE).items()][::every]:
         kept.write_text("kept")
-        text = text.format(X=folder / "X", KEPT=kept) if "{" in text else text
+        text = text.format(X=place / "X", KEPT=kept) if "{" in text else text
         exploit, right = hasty.run("score", [[name, 7, text], [name, 7, answer]])
         assert right.value == 1.0 and exploit.value in (0.0, 0.01, 0.05, None), kind
-        assert list(folder.iterdir()) == [kept] and kept.read_text() == "kept", kind
+        assert list(place.iterdir()) == [kept] and kept.read_text() == "kept", kind
     assert wait_for(lambda: processes() == before)
 
 

@@ -9,35 +9,20 @@ import shutil
 import subprocess
 import tokenize
 import tomllib
-from pathlib import Path
 from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, STRING
 
-import mutants
 from packaging.requirements import Requirement
 
-HOME = Path(__file__).parent.parent
+import mutants
+from helpers import HOME
+from helpers.files import our_files, source_files
+
 ROWS = re.findall(r"^\| `([\w/]+?)(?:/|\.py)` \|", (HOME / "README.md").read_text(), re.MULTILINE)
 FLOORS = [row.replace("/", ".") for row in ROWS]
 FSTRING_START, FSTRING_END = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
 NO_CODE = {NEWLINE, INDENT, DEDENT, ENCODING, ENDMARKER}
 FILE_LINES = {"settings.py": 650}  # all others 450
 STUDENT = "data/addition.py model.py sample.py batch.py loss.py grpo.py train_sft.py".split()
-
-
-def our_files(home=HOME):
-    """Every Python file of the project. git knows them, so that a user's own files beside them do not count."""
-    listed = ""
-    if shutil.which("git"):
-        listed = subprocess.run(["git", "ls-files", "*.py"], cwd=home, capture_output=True, text=True).stdout
-    files = [home / name for name in listed.splitlines()] or home.rglob("*.py")  # a copy without git
-    return [path for path in files if path.exists() and not path.relative_to(home).parts[0].startswith(".")]
-
-
-def source_files(home=HOME):
-    """-> {dotted name: path} of every module outside tests, bench, docs and config."""
-    files = our_files(home)
-    rooms = {home} | {path.parent for path in files if path.name == "__init__.py"}
-    return {dotted(path, home): path for path in files if path.parent in rooms}
 
 
 def test_files_of_a_user_do_not_count(tmp_path):
@@ -50,11 +35,6 @@ def test_files_of_a_user_do_not_count(tmp_path):
             subprocess.run(["git", *words], cwd=tmp_path, check=True)
         assert set(source_files(tmp_path)) == {"a", "room"}
         assert {path.name for path in our_files(tmp_path)} == {"a.py", "__init__.py", "c.py"}
-
-
-def dotted(path, home=HOME):
-    parts = list(path.relative_to(home).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports_of(name, path, modules):
@@ -115,6 +95,13 @@ def test_no_module_imports_itself_by_way_of_others():
 
     for name in sorted(graph):
         visit(name)
+
+
+def test_no_test_file_imports_another():
+    tests = {path.stem: path for path in (HOME / "tests").rglob("*.py")}
+    files = {name: path for name, path in tests.items() if name.startswith("test_") or name == "conftest"}
+    found = {name: imports_of(name, path, files) for name, path in tests.items()}
+    assert not any(found.values()), {name: others for name, others in found.items() if others}
 
 
 def tokens(paths):

@@ -12,13 +12,15 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from conftest import make_model
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import evaluate
 import grpo
 import sample
+from helpers import HOME
+from helpers.hub import NAME, NEW, OLD, put
+from helpers.models import make_model
 from runs import export
 from runs.checkpoint import find_run, newest, read_state
 from runs.loading import load_run
@@ -31,9 +33,6 @@ from snug.pretrained.adapters import find_base
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
 
-HOME = Path(__file__).parent.parent
-OLD, NEW = "a" * 40, "b" * 40  # commits
-NAME = "tiny/model"
 SMALL = f"--init_from={NAME} --out_dir=out/run --digits=1 --device=cpu --max_iters=1 --batch_size=2 --group_size=2"
 SMALL = f"{SMALL} --max_new_tokens=4 --eval_prompts=2 --resume=auto".split()
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,19 +45,6 @@ def folders(tmp_path_factory):
     for seed, folder in enumerate(result.values()):
         save_pretrained(make_model(seed=seed, vocab_size=257), folder, get_tokenizer("bytes"))
     return result
-
-
-def put(cache, folder, commit, name=NAME):
-    """A snapshot: files are links to blobs, which have their hashes as names; refs/main is the commit."""
-    repository = cache / f"models--{name.replace('/', '--')}"
-    snapshot = repository / "snapshots" / commit
-    for place in (repository / "blobs", repository / "refs", snapshot):
-        place.mkdir(parents=True, exist_ok=True)
-    for file in folder.iterdir():
-        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
-        shutil.copy(file, blob)
-        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
-    (repository / "refs" / "main").write_text(commit)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_grpo import tiny
 
 import sample
 import train_sft
@@ -20,17 +19,13 @@ from data.rewards import repeat_columns, total_rewards
 from data.task import split_of
 from evaluate import prepare_evaluation
 from grpo import main
+from helpers.runs import tiny
+from helpers.tasks import written
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
-
-
-def written(tmp_path, rows, name="data.jsonl"):
-    path = tmp_path / name
-    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
-    return str(path)
 
 
 def task_of(path, cls=SFTSettings, **options):

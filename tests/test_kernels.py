@@ -14,7 +14,20 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import make_flat_model, rows_of
+
+from helpers.kernels import (
+    LONG_ROWS,
+    RAGGED,
+    assert_near,
+    make_cache,
+    make_rows,
+    plain,
+    rows_with_an_unlikely_end,
+    run_rows,
+    step,
+)
+from helpers.models import DEVICE, make_flat_model
+from helpers.rollouts import rows_of
 from interpreted import (
     CAPABILITIES,
     INTERPRETED,
@@ -26,10 +39,6 @@ from interpreted import (
     run_interpreted,
 )
 from interpreted import cubin_resources as resources
-from test_draw import rows_with_an_unlikely_end
-from test_kvcache import LONG_ROWS, RAGGED, make_cache, run_rows, step
-from test_logprobs import DEVICE, assert_near, make_rows, plain
-
 from sample import generate_naive, sample_groups
 from snug.decoding import attention, draw, kvcache
 from snug.decoding import decode_batch as sample

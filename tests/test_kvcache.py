@@ -3,83 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, make_model
+
+from helpers.kernels import LONG_ROWS, RAGGED, expected_row, make_cache, run_rows, step
+from helpers.models import DEVICE
 from interpreted import INTERPRETED
-
-from model import rotary_table
 from snug.decoding.attention import split_columns, tiles_of
-from snug.decoding.kvcache import KVCache
-from snug.kernels.rotary import rotate
-
-
-def make_cache(
-    dtype=torch.float64, heads=4, kv_heads=2, D=8, prompt_slots=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1),
-    **shape,
-):  # fmt: skip
-    """-> a cache with its prompts read and garbage in own columns, its config, the prompts' keys and values."""
-    config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D, **shape).config
-    cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size, keep_all=False)
-    cache.completions[0].both.fill_(float("nan"))  # what was in the memory
-    torch.manual_seed(1)
-    cache.begin_prefill(list(range(prompt_slots)), list(lengths))
-    prompts = torch.randn(config.n_layer, 2, prompt_slots, kv_heads, T_p, D, dtype=dtype, device=DEVICE)
-    for layer in range(config.n_layer):
-        cache.write_prompts(layer, *prompts[layer])
-    return cache, config, prompts
-
-
-def step(cache, place, t, q, k, v, rotary=None):
-    cache.assign(np.array(place))
-    cache.begin_step(torch.tensor(t, device=DEVICE), max(t) + 1, len(set(t)) == 1)
-    return cache.attend(1, q, k, v, rotary)
-
-
-def expected_row(prompts, place, length, keys, values, q, window=0):
-    """q (H, D), keys and values lists of (G, D) -> (H, D), query by query. window: the last tokens that it sees."""
-    rows = []
-    for h, query in enumerate(q):
-        g = h // (len(q) // prompts.shape[3])
-        k = torch.cat([prompts[1, 0, place, g, :length], torch.stack([key[g] for key in keys])]).double()
-        v = torch.cat([prompts[1, 1, place, g, :length], torch.stack([value[g] for value in values])]).double()
-        k, v = k[-window:], v[-window:]
-        rows.append(torch.softmax(query.double() @ k.T * k.shape[1] ** -0.5, 0) @ v)
-    return torch.stack(rows)
-
-
-def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
-    """schedule: lists of {slot: (row, place, t)}; every step of every row is compared. -> comparisons made."""
-    history, compared, dtype = {}, 0, cache.dtype
-    tables = [table.to(dtype) for table in rotary_table(config, config.block_size, DEVICE)] if rotary else None
-    for moment in schedule:
-        n = len(moment)
-        q, k, v = (torch.randn(n, heads, 1, config.head_size, dtype=dtype, device=DEVICE) for heads in
-                   (config.n_head, config.n_kv_head, config.n_kv_head))  # fmt: skip
-        place, t = [moment[s][1] for s in range(n)], [moment[s][2] for s in range(n)]
-        turn = None if tables is None else [table[torch.tensor(t, device=DEVICE)][:, None, None] for table in tables]
-        y = step(cache, place, t, q, k, v, turn)
-        q, k = (q, k) if turn is None else (rotate(q, *turn), rotate(k, *turn))
-        for slot in range(n):
-            row = moment[slot][0]
-            keys, values = history.setdefault(row, ([], []))
-            keys.append(k[slot, :, 0])
-            values.append(v[slot, :, 0])
-            assert len(keys) == t[slot] + 1
-            length = int(cache.prompt_lengths[place[slot]])
-            expected = expected_row(prompts, place[slot], length, keys, values, q[slot, :, 0], config.window(1))
-            torch.testing.assert_close(y[slot, :, 0].double(), expected, atol=tolerance, rtol=0)
-            compared += 1
-    return compared
-
-
-# (row, place, t) a slot: all begin together; two rows give way to others, whose columns hold what was there; a place
-# loses all its rows
-RAGGED = [
-    [(0, 0, 0), (1, 0, 0), (2, 2, 0), (3, 1, 0), (4, 2, 0)],
-    [(0, 0, 1), (1, 0, 1), (2, 2, 1), (3, 1, 1), (4, 2, 1)],
-    [(0, 0, 2), (5, 2, 0), (2, 2, 2), (6, 0, 0), (4, 2, 2)],
-    [(0, 0, 3), (5, 2, 1), (2, 2, 3), (6, 0, 1), (4, 2, 3)],
-    [(0, 0, 4), (5, 2, 2), (2, 2, 4), (6, 0, 2), (4, 2, 4)],
-]
 
 
 @pytest.mark.parametrize("rotary", [False, True])
@@ -87,12 +15,6 @@ RAGGED = [
 def test_attention_over_prompt_and_own_tokens(kv_heads, rotary):
     cache, config, prompts = make_cache(kv_heads=kv_heads)
     assert run_rows(cache, config, prompts, RAGGED, 1e-12, rotary) == 25
-
-
-# Behind RAGGED: four rows go on, past the ends of a ring; the fifth gives way once more.
-LONG_ROWS = RAGGED + [
-    [(0, 0, t), (5, 2, t - 2), (2, 2, t), (6, 0, t - 2), (4, 2, t) if t < 9 else (7, 1, t - 9)] for t in range(5, 16)
-]
 
 
 @pytest.mark.parametrize("window, columns", [(1, 1), (2, 2), (5, 5), (12, 12), (14, 14), (30, 16)])

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from conftest import DEVICE, limits_of, tensor_bytes
 
 import grpo
 import train_sft
 from batch import Cut
+from helpers.models import DEVICE, tensor_bytes
+from helpers.runs import limits_of
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings

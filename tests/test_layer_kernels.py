@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, LLAMA, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model as gpt
+from helpers.models import DEVICE, LLAMA, make_model
 from interpreted import (
     CAPABILITIES,
     INTERPRETED,
@@ -24,9 +27,6 @@ from interpreted import (
     long,
     run_interpreted,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import model as gpt
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
 from snug import lora

@@ -11,16 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import disk
-from test_notebook import PROMPTS, SMALL
 
 import grpo
+from helpers import HOME
+from helpers.runs import PROMPTS, SMALL, disk
 from runs.checkpoint import newest
 from runs.loading import load_run
 from runs.lock import locked, move_aside
 from snug.options import SnugError
 
-HOME = Path(__file__).parent.parent
 RUN = """grpo.py --task=addition --beta=0 --n_layer=1 --n_head=1 --n_embd=8 --batch_size=2 --group_size=2
 --eval_prompts=0 --save_interval=50 --save_total_limit=999 --max_new_tokens=4"""
 

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import HOME
-from test_grpo import tiny
 
 import evaluate
 import grpo
 import report
 import train_sft
+from helpers import HOME
+from helpers.runs import tiny
 from runs import log
 from runs.checkpoint import newest
 from runs.loading import load_run

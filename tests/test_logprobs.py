@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
-from conftest import DEVICE, HOME
-from interpreted import INTERPRETED, KERNELS, compiles, forbid_plain_torch, run_interpreted
 from torch.autograd.graph import saved_tensors_hooks
 
+from helpers import HOME
+from helpers.kernels import BF16, F16, F32, F64, assert_near, make_rows, plain, tolerance
+from helpers.models import DEVICE
+from interpreted import INTERPRETED, KERNELS, compiles, forbid_plain_torch, run_interpreted
 from snug.device.kinds import MIB
 from snug.kernels import triton
 from snug.logprobs import head_logprobs, head_loss, rows, token_logprobs
@@ -34,21 +36,6 @@ def only_kernels(monkeypatch):
     forbid_plain_torch(monkeypatch, (rows, "forward_torch"), (rows, "backward_torch"))
 
 
-def plain(logits, targets, temperature=1.0, n_vocab=None):
-    """The oracle: (M, V) -> log-probs, entropies (M,), by log_softmax + gather in float64."""
-    logprobs = torch.log_softmax(logits.double()[:, :n_vocab] / temperature, -1)
-    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
-
-
-def make_rows(M, V, dtype=torch.float32, seed=0):
-    """Logits of a confident model, targets at both edges among them, and something to weigh each token by."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = (3 * torch.randn(M, V, generator=generator)).to(DEVICE, dtype)
-    targets = torch.randint(V, (M,), generator=generator)
-    targets[:2] = torch.tensor([V - 1, 0])[:M]
-    return logits, targets.to(DEVICE), torch.randn(M, generator=generator).to(DEVICE)
-
-
 def make_head(M, C, V, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(M, C, generator=generator).to(DEVICE, dtype).requires_grad_()
@@ -57,17 +44,10 @@ def make_head(M, C, V, dtype=torch.float64, seed=0):
     return hidden, weight, targets, torch.randn(M, generator=generator).to(DEVICE, dtype)
 
 
-def assert_near(actual, expected, tolerance):
-    assert actual.shape == expected.shape
-    if actual.numel():
-        assert float((actual.detach().double() - expected.detach().double()).abs().max()) <= tolerance
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Values and gradients.
 
 
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NAMES = "M, V, n_vocab, temperature, dtype"
 CASES = [
     (0, 67, 67, 1.0, F32),
@@ -79,10 +59,6 @@ CASES = [
     (3, 5008, 5000, 1.0, F16),
     (11, 50257, 50257, 0.7, F32),  # more rows than a slab
 ]
-
-
-def tolerance(dtype):
-    return {F64: 1e-12, F32: 1e-5}.get(dtype, 2e-5)
 
 
 @pytest.mark.parametrize(NAMES, CASES)

@@ -1,17 +1,16 @@
 """Adapters: what they compute, what trains, what the reference is, and what is left of them in a checkpoint and an export."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, make_model
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import grpo
 import train_sft
+from helpers.models import DEVICE, make_model
+from helpers.runs import LORA, ONE_DIGIT, run_grpo
 from model import make_model as make_gpt
 from runs.checkpoint import newest, open_checkpoint
 from runs.loading import load_run, load_weights
@@ -111,37 +110,17 @@ def adapters_of(*matrices):
 # ----------------------------------------------------------------------------------------------------------------------
 # In a run
 
-COMMON = ["--eval_prompts=8", "--eval_interval=0", "--digits=1", "--device=cpu"]
-LORA = ["--lora_rank=4", "--lora_alpha=8"]
-
 
 @pytest.fixture(scope="module")
 def sft(tmp_path_factory):
     """-> the folder of a short SFT run, to begin from."""
     folder = tmp_path_factory.mktemp("runs") / "sft"
     options = ["--max_iters=10", "--batch_size=32", "--n_embd=32", "--n_head=2", "--block_size=24", "--save_interval=0"]
-    train_sft.main(prepare(*read_settings(SFTSettings, [*COMMON, *options, f"--out_dir={folder}"])[:2]))
+    train_sft.main(prepare(*read_settings(SFTSettings, [*ONE_DIGIT, *options, f"--out_dir={folder}"])[:2]))
     return folder
 
 
-def run_grpo(sft, out, *options):
-    base = "--batch_size=4 --group_size=4 --max_new_tokens=8 --max_iters=2 --save_interval=1 --beta=0.1 "
-    base += "--learning_rate=0.03 --temperature=1.5"
-    words = [*COMMON, *base.split(), f"--init_from={sft}", f"--out_dir={out}", *options]
-    settings, given, _ = read_settings(GRPOSettings, words)
-    grpo.main(prepare(settings, given))
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture
-def rewards(tmp_path, monkeypatch):
-    """A reward that differs within groups."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    text = "def varied(prompts, completions, **columns):\n    return [float(len(set(text))) for text in completions]\n"
-    (tmp_path / "lora_rewards.py").write_text(text)
-
-
-def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, rewards):
+def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, varied_rewards):
     log = run_grpo(sft, tmp_path / "run", *LORA, "--reward_funcs=lora_rewards:varied", "--max_iters=3")
     assert log[0]["kl"] == 0 and log[-1]["kl"] > 0 and all(record["grad_norm"] > 0 for record in log)
     path = newest(tmp_path / "run")

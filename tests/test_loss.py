@@ -8,10 +8,10 @@ import statistics
 
 import pytest
 import torch
-from conftest import HOME
 
 import grpo
 import loss
+from helpers import HOME
 from loss import (
     decoupled_advantages,
     group_advantages,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_model
-from torch.profiler import ProfilerActivity, profile
 
+from helpers.models import make_model
+from helpers.peaks import profiled_peak
 from snug.device.kinds import MIB
 from snug.memory.ledger import LiveBytes
 from snug.memory.meter import MemoryMeter
@@ -73,18 +73,6 @@ def test_phases_have_their_own_peaks():
         assert meter.stats()["mem_max_alloc_mb"] == 2 and "time_rollout_s" not in meter.stats()
         assert meter.line("after init").startswith("[MEM] after init: current=2.0MiB reserved=")
         del kept
-
-
-def profiled_peak(function):
-    """The most bytes alive on the CPU allocator while function runs, by PyTorch's profiler, and what function returned."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        result = function()
-    changes = [e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    peak = current = 0
-    for change in changes:
-        current += change
-        peak = max(peak, current)
-    return peak, result
 
 
 @needs_cpu

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, make_model
 
+from helpers.models import DEVICE, make_model
 from model import GPTConfig
 from snug.device.host import HOST
 from snug.kernels import segments

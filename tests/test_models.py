@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHATML, QWEN, make_chat_model
 
 import evaluate
 import grpo
 import runs.loading
 import train_sft
+from helpers import HOME
+from helpers.models import CHATML, QWEN, make_chat_model
 from model import GPT, GPTConfig
 from runs.checkpoint import newest
 from runs.export import main
@@ -30,7 +31,6 @@ from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
 
 HERE = Path(__file__).parent
-HOME = Path(__file__).parent.parent
 SMALL = "--device=cpu --dtype=float32 --batch_size=2 --group_size=4 --max_new_tokens=6 --eval_prompts=2".split()
 
 

@@ -14,21 +14,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, HOME, SHAPES, make_flat_model, make_model
-from padded import a_few, padded
 from safetensors.torch import load_file, save_file
-from test_grpo import never_stop
-from test_lora import COMMON, run_grpo
-from test_lora import rewards as varied_rewards
-from test_packed import WAYS, K, gradient, make_rollouts
-from test_packed import assert_same as assert_same_gradient
-from test_plan import differ, measured_peak
 
 import grpo
 import train_sft
 from batch import Cut
+from helpers import HOME
+from helpers.models import DEVICE, SHAPES, make_flat_model, make_model
+from helpers.peaks import differ, measured_peak
+from helpers.rollouts import WAYS, K, assert_same_gradient, gradient, make_rollouts, never_stop
+from helpers.runs import ONE_DIGIT, run_grpo
 from model import GPT
 from model import make_model as make_gpt
+from padded import a_few, padded
 from runs import export
 from runs.checkpoint import find_run, newest, open_checkpoint, seal
 from runs.loading import load_run, load_weights
@@ -373,7 +371,6 @@ def test_what_is_broken_is_one_line(said, tmp_path):
 
 LORA = ["--lora_rank=4", "--lora_alpha=8", "--base_dtype=nf4"]
 HALF = ["--dtype=bfloat16", "--param_dtype=bfloat16"]
-rewards = varied_rewards  # the fixture
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +378,7 @@ def sft(tmp_path_factory):
     """-> the folder of a short SFT run, to begin from."""
     folder = tmp_path_factory.mktemp("runs") / "sft"
     words = "--max_iters=10 --batch_size=32 --n_embd=64 --n_head=2 --block_size=24 --save_interval=0"
-    train_sft.main(prepare(*read_settings(SFTSettings, [*COMMON, *words.split(), f"--out_dir={folder}"])[:2]))
+    train_sft.main(prepare(*read_settings(SFTSettings, [*ONE_DIGIT, *words.split(), f"--out_dir={folder}"])[:2]))
     return folder
 
 
@@ -392,7 +389,7 @@ def values_in(model):
 
 
 @pytest.mark.parametrize("half", [[], HALF])
-def test_a_run_moves_adapters_alone(half, sft, tmp_path, rewards):
+def test_a_run_moves_adapters_alone(half, sft, tmp_path, varied_rewards):
     """The sampler and the trainer round alike, as without quantization; the base stays, bit for bit."""
     options = ["--reward_funcs=lora_rewards:varied", "--max_iters=3", *half]
     log = run_grpo(sft, tmp_path / "run", *LORA, *options)

@@ -11,18 +11,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from conftest import HOME, figures
 
 import grpo
 import train_sft
+from helpers import HOME
+from helpers.runs import PROMPTS, SMALL, figures
 from runs.checkpoint import newest
 from runs.log import read_log
 from snug.options import SnugError
 from training.notebook import write_prompts
-
-SMALL = dict(n_layer=1, n_embd=16, batch_size=2, group_size=4, max_new_tokens=4, max_iters=2, eval_prompts=4)
-SMALL |= dict(device="cpu", save_interval=1, learning_rate=0.01)
-PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
 
 
 def weights(folder):

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from conftest import make_chat_model
-from test_episodes import HERMES
 
 import evaluate
 import grpo
 import sample
+from helpers.episodes import HERMES
+from helpers.models import make_chat_model
 from runs.checkpoint import find_run
 from runs.evaluation import prepare_evaluation
 from runs.loading import load_run

@@ -7,14 +7,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import DEVICE, limits_of
 from safetensors.torch import load_file
-from test_plan import prepared_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import evaluate
 import grpo
+from helpers.models import DEVICE
+from helpers.peaks import prepared_run
+from helpers.runs import limits_of
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
 from runs.prepare import prepare

@@ -4,15 +4,16 @@ import gc
 
 import pytest
 import torch
-from conftest import DEVICE, limits_of, make_model, tensor_bytes
-from streams import COMPUTE, Race, fake_streams, forgotten_waits
 from torch.utils._python_dispatch import _disable_current_modes
 
+from helpers.models import DEVICE, make_model, tensor_bytes
+from helpers.runs import limits_of
 from settings import SFTSettings
 from snug.device.host import HOST
 from snug.device.kinds import PlanningMode
 from snug.memory.ledger import LiveBytes
 from snug.memory.plan import PlanMeter, Recorder
+from streams import COMPUTE, Race, fake_streams, forgotten_waits
 from training import optimizer as optimizer_module
 from training.optimizer import RING, learning_rate_at, make_optimizer, optimizer_step
 

@@ -4,11 +4,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-HOME = Path(__file__).parent.parent
+from helpers import HOME
+
 # A foreign model and its data, around the README's example; beside it the same ten steps in plain torch.
 PROJECT = """
 import copy

@@ -5,74 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from padded import a_few, padded
-from test_batch import as_on_cuda
 
 import grpo
-import train_sft
 from batch import Cut
-from loss import group_advantages
-from sample import Rollouts
-from settings import GRPOSettings, SFTSettings
+from helpers.models import DEVICE, make_flat_model
+from helpers.rollouts import BUDGETS, WAYS, K, N, as_on_cuda, assert_same_gradient, gradient, make_rollouts
+from padded import a_few, padded
+from settings import GRPOSettings
 from snug import lora
 from snug.memory.ledger import LiveBytes
-
-# (tokens of the prompt, tokens of each completion): the shortest of each, and each longer than the other.
-GROUPS = [(5, [3, 9, 1]), (1, [1, 1, 1]), (9, [2, 1, 12]), (1, [7, 1, 3]), (2, [11, 4, 4]), (14, [1, 1, 1])]
-K, N = 3, 18
-CUT_OFF = {1, 4, 6, 7, 8, 10, 15}  # not stopped: some of a group, the whole of group 2, the longest and a short one
-BUDGETS = {"one micro-batch": 0, "several groups": 45, "groups cut": 14, "one sequence": 1}
-
-
-def make_rollouts(groups=GROUPS, dtype=torch.float64, seed=0, vocab_size=16, episodes=False):
-    """Rollouts of random tokens. Log-probs are about those of a flat model, so that some ratios are clipped.
-
-    episodes: a half of the tokens between a completion's first and last were not sampled."""
-    draw = torch.Generator().manual_seed(seed)
-    lengths = [(prompt, length) for prompt, completions in groups for length in completions]
-    shape = len(lengths), max(length for _, length in lengths)
-    tokens = torch.randint(vocab_size, (len(lengths), max(map(sum, lengths))), generator=draw)
-    k = len(groups[0][1])
-    for i, (prompt, _) in enumerate(lengths):
-        tokens[i, :prompt] = tokens[i - i % k, :prompt]
-    prompts, completions = torch.tensor(lengths).T
-    mask = (torch.arange(shape[1]) < completions[:, None]).long()
-    if episodes:
-        inside = (torch.arange(shape[1]) > 0) & (torch.arange(shape[1]) < completions[:, None] - 1)
-        mask[inside & (torch.rand(shape, generator=draw) < 0.5)] = 0
-    rewards = torch.rand(len(groups), k, generator=draw, dtype=torch.float64)
-    old, reference, sampled = (
-        (0.3 * torch.randn(shape, generator=draw, dtype=torch.float64) - 2.77).to(DEVICE, dtype) * mask.to(DEVICE)
-        for _ in range(3)
-    )
-    stopped = torch.tensor([i not in CUT_OFF for i in range(len(lengths))])
-    columns = (x.to(DEVICE) for x in (tokens, prompts, completions, sampled, mask, stopped))
-    advantages = group_advantages(rewards).flatten().to(DEVICE, dtype)
-    return Rollouts(*columns, advantages=advantages, old_logprobs=old, ref_logprobs=reference)
-
-
-def gradient(model, rollouts, cut, options, step=0):
-    """-> metrics and {name: gradient} of an optimizer step; without options, of SFT."""
-    model.zero_grad(set_to_none=True)
-    if options is None:
-        metrics = train_sft.accumulate_gradient(model, rollouts, cut, SFTSettings())
-    else:
-        metrics = grpo.accumulate_gradient(model, rollouts, cut, step, options)
-    return metrics, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(ours, oracle, tolerance=1e-10):
-    (metrics, gradients), (expected, right) = ours, oracle
-    assert metrics.keys() == expected.keys() and gradients.keys() == right.keys()
-    for name, value in expected.items():
-        rounding = 1e-6 if name == "clip_fraction" else tolerance  # a count over a count, in float32
-        assert metrics[name] == pytest.approx(value, rel=rounding, abs=rounding), name
-    for name, value in right.items():
-        torch.testing.assert_close(gradients[name], value, rtol=tolerance, atol=tolerance, msg=f"{name}'s gradient")
-
 
 VARIANTS = {
     "dapo": dict(beta=0.1),
@@ -119,16 +62,7 @@ def test_packed_is_padded(shape, variant):
             if "bnpo" in variant:
                 with padded():
                     oracle = gradient(model, rollouts, cut, options)
-            assert_same(gradient(model, rollouts, cut, options), oracle)
-
-
-WAYS = {
-    "none": dict(),
-    "block": dict(checkpoint_blocks="block"),
-    "selective": dict(checkpoint_blocks="selective"),
-    "block, offload": dict(checkpoint_blocks="block", activation_offload=True),
-    "selective, offload": dict(checkpoint_blocks="selective", activation_offload=True),
-}
+            assert_same_gradient(gradient(model, rollouts, cut, options), oracle)
 
 
 @pytest.mark.parametrize("shape, adapters", [("gpt2", False), ("llama", True)])
@@ -146,7 +80,7 @@ def test_packed_is_padded_however_blocks_are_kept(shape, way, adapters):
     for name, value in WAYS[way].items():
         setattr(model, name, value)
     for budget in (0, 14):
-        assert_same(gradient(model, rollouts, Cut(rollouts, 0, budget, K), options), oracle)
+        assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, budget, K), options), oracle)
 
 
 @pytest.mark.parametrize("step_size, budget", [(2, 14), (6, 0), (9, 14)])
@@ -159,7 +93,7 @@ def test_packed_is_padded_step_by_step(step_size, budget):
     for step in range(len(cut.steps)):
         with padded(poison=3):
             oracle = gradient(model, rollouts, a_few(cut, 5), options, step)
-        assert_same(gradient(model, rollouts, cut, options, step), oracle)
+        assert_same_gradient(gradient(model, rollouts, cut, options, step), oracle)
 
 
 @pytest.mark.parametrize("shape, budget", list(zip(SHAPES * 2, BUDGETS, strict=True)))
@@ -259,7 +193,7 @@ def test_a_padded_row_has_the_same_loss_and_gradient(shape, way):
             with as_on_cuda(64):
                 rounded = gradient(model, rollouts, cut, options)
             assert seen and all(T % 64 == 0 for T in seen)
-            assert_same(rounded, plain)
+            assert_same_gradient(rounded, plain)
         hook.remove()
 
 

@@ -12,14 +12,15 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from conftest import HOME, make_model
 from scipy.stats import binom, binomtest
-from test_evaluate import hex_run
 
 import evaluate
 import train_sft
 from data.pairs import MOST, compared, comparison, sign_flip, verdict
 from evaluate import compare, run_evaluation
+from helpers import HOME
+from helpers.models import make_model
+from helpers.runs import hex_run
 from runs.evaluation import prepare_pair
 from runs.prepare import prepare
 from settings import EvaluateSettings, SFTSettings

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-import trajectory
-from conftest import DEVICE, HOME, figures, make_model
-from processes import CHECKS, GRPO
-from safetensors.torch import load_file
-from test_grpo import some_rollouts
 
 import grpo
+import trajectory
 from batch import Cut
+from helpers import HOME
+from helpers.models import DEVICE, make_model
+from helpers.rollouts import some_rollouts
+from helpers.runs import assert_same_weights, told
 from model import make_model as make_model_of_shape
+from processes import CHECKS, GRPO
 from runs.checkpoint import newest, read_state
-from runs.log import read_lines
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.memory.plan import plan
@@ -45,16 +45,6 @@ def found(tmp_path_factory):
     done = subprocess.run([sys.executable, HOME / "tests/processes.py", folder, *jobs], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
-
-
-def told(folder):
-    """Its log without what is measured, and its samples."""
-    return figures(folder), list(read_lines(folder / "samples.jsonl"))
-
-
-def assert_same_weights(ours, theirs, atol):
-    a, b = (load_file(newest(folder) / "model.safetensors") for folder in (ours, theirs))
-    assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) <= atol
 
 
 @long

@@ -8,18 +8,17 @@ import random
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE
-from test_grpo import never_stop
-from test_memory import profiled_peak
 
 import grpo
 import runs
 import train_sft
 from data.task import Task
+from helpers.models import DEVICE
+from helpers.peaks import COMMON, GRPO, LLAMA, differ, measured_peak, prepared_run, profiled_peak
+from helpers.rollouts import never_stop
 from runs.checkpoint import newest, read_state, seal
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
@@ -40,10 +39,6 @@ from training.dry_run import DryRun
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="exact bytes of the CPU meter; on CUDA bench/memory.py compares"
 )
-LLAMA = dict(norm="rmsnorm", position="rotary", mlp="swiglu", n_kv_head=2, tie_embeddings=False)
-COMMON = dict(digits=4, device="cpu", eval_prompts=16, eval_interval=2, save_interval=0, max_iters=2)
-COMMON |= dict(dtype="float32", n_layer=3, n_embd=96, block_size=64)
-GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
 SMALL = dict(n_layer=1, batch_size=4, eval_prompts=0)
 BLOCK = dict(checkpoint_blocks="block", max_tokens_per_micro_batch=306)
@@ -67,19 +62,6 @@ RARE = {
 }
 
 
-def prepared_run(tmp_path, **changes):
-    settings = GRPOSettings(**COMMON | GRPO | changes | dict(out_dir=str(tmp_path / "run")))
-    if settings.beta:
-        shape = {name: value for name, value in changes.items() if name in ("vocab_size", *LLAMA)}
-        short = dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / "sft"))
-        sft = SFTSettings(**COMMON | shape | short)
-        train_sft.main(prepare(sft))
-        settings.init_from = sft.out_dir
-    prepared = prepare(settings)
-    prepared.reward_funcs = [one_group_differs if settings.max_num_gen_batches > 1 else differ]
-    return prepared, prepared.settings
-
-
 def ragged(monkeypatch):
     """No completion stops, and each is cut somewhere."""
     never_stop(monkeypatch)
@@ -91,24 +73,6 @@ def ragged(monkeypatch):
         return rollouts
 
     monkeypatch.setattr("sample.sample_groups", cut_somewhere)
-
-
-def differ(prompts, completions, **columns):
-    """Something to learn, whatever an untrained model says."""
-    return [float(i % 2) for i in range(len(prompts))]
-
-
-def one_group_differs(prompts, completions, **columns):
-    """So that groups are refilled as often as is allowed."""
-    return [float(i == 0) for i in range(len(prompts))]
-
-
-def measured_peak(phase, record, folder):
-    """MiB that the meter saw in a phase; while loading, as the log's line after init says."""
-    if phase != "load":
-        return record[f"mem_max_alloc_mb_{phase}"]
-    (peak,) = re.findall(r"after init: .* peak_since_reset=([\d.]+)MiB", (Path(folder) / "log.txt").read_text())
-    return float(peak)
 
 
 def dry_run(prepared):

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_model
 from safetensors.torch import load_file, save_file
 
+from helpers.models import SMALL, logits_of, make_model
 from model import GPT, GPTConfig
 from runs.prepare import prepare
 from sample import sample_groups
@@ -26,8 +26,6 @@ from snug.tokenizer import get_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 
-SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=48)
-SMALL |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=64, rope_theta=5e3)
 ROPE = dict(max_position_embeddings=512, rope_theta=5e3)
@@ -67,11 +65,6 @@ def saved_once(tmp_path_factory):
 def folder(saved_once, tmp_path):
     """-> a folder of a Qwen2 that a test may change."""
     return Path(shutil.copytree(saved_once, tmp_path / "model"))
-
-
-def logits_of(model, tokens):
-    with torch.no_grad():
-        return model.logits(model(tokens))
 
 
 def assert_same_continuation(ours, theirs, tokens, length):

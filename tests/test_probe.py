@@ -4,11 +4,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import figures, make_chat_model
 
 import grpo
 from data.scores import share_of
 from data.task import text_of
+from helpers.models import make_chat_model
+from helpers.runs import figures
 from runs.hints import hints
 from runs.log import read_log
 from settings import GRPOSettings, SFTSettings

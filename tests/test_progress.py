@@ -9,8 +9,9 @@ import time
 from contextlib import suppress
 
 import pytest
-from conftest import HOME, make_chat_model, make_flat_model
 
+from helpers import HOME
+from helpers.models import make_chat_model, make_flat_model
 from runs.log import read_log
 from sample import sample_groups
 from snug.options import progress

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_pretrained import logits_of
-from test_tokenizer import AWKWARD, SPELLED, ids_of, texts, user
 
+from helpers import HOME
+from helpers.models import logits_of
+from helpers.tokenizers import AWKWARD, SPELLED, ids_of, texts, user
 from model import GPT
 from sample import sample_groups
 from snug.device import cpu
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
 
-HOME = Path(__file__).parent.parent
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 pytestmark = pytest.mark.long  # 45 seconds; test_pretrained.py and test_tokenizer.py do the same with small models
 

@@ -7,11 +7,12 @@ TRITON_INTERPRET=1. bfloat16 has no products there; autocast is tested in float1
 import gc
 
 import pytest
-import replay
 import torch
-from conftest import DEVICE, make_flat_model, rows_of
-from interpreted import INTERPRETED, compiles, long, run_interpreted
 
+import replay
+from helpers.models import DEVICE, make_flat_model
+from helpers.rollouts import rows_of
+from interpreted import INTERPRETED, compiles, long, run_interpreted
 from sample import generate_naive, sample_groups
 from snug import lora
 from snug.decoding import decode_batch

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_commands import HOME, command
-from test_grpo import tiny
 
 import grpo
 from data import calls
 from data.rewards import TrainerState, call_all, repeat_columns, total_rewards
+from helpers import HOME
+from helpers.runs import command, tiny
 from runs.checkpoint import newest
 from runs.log import read_log
 from runs.prepare import prepare

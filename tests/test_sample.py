@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, make_flat_model, make_model, rows_of
 
 import sample
+from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.rollouts import rows_of
 from model import autocast
 from runs import loading
 from sample import generate_naive, sample_groups

@@ -8,21 +8,20 @@ import platform
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from attacks import ALWAYS, ATTACKS, ELSEWHERE, MISSED, secrets
 
+from attacks import ALWAYS, ATTACKS, ELSEWHERE, MISSED, secrets
+from helpers import HOME
+from helpers.boxes import ENDS, LATE, LINUX, OTHERS, WRITES, processes, wait_for
 from snug import sandbox
 from snug.sandbox import LAYERS, Result, Sandbox, SandboxError, linux
 
-HOME = Path(__file__).parent.parent
 with closing(Sandbox("evil:Evil")) as first:
     first.call("echo", [[1]])
     MISSING = first.missing
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SECCOMP = [("seccomp",)] * ("seccomp" not in MISSING)
 STRICT = [("audit",), *SECCOMP, LAYERS]  # each of these refuses harmful code
 TIMEOUT = 0.5  # seconds; an honest task takes milliseconds, a fork on a busy machine some hundredths of a second
@@ -49,32 +48,6 @@ def pid(box):
     return box.call("pid", [[]])[0]
 
 
-@pytest.fixture
-def place(tmp_path):
-    """A folder in which anybody could write, nobody too: if nothing appears, something refused it."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o777)
-    assert os.access(tmp_path, os.W_OK)
-    return tmp_path
-
-
-def processes(parent=None):
-    """The numbers of the keepers of this process (or of that one), and of all their forks."""
-    numbers = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z" and b"snug.sandbox.child" in words and words[-2] == str(parent or os.getpid()).encode():
-            numbers.append(int(folder.name))
-    return sorted(set(numbers) - OTHERS)
-
-
-OTHERS = set()
-
-
 @pytest.fixture(autouse=True)
 def others():
     """Sandboxes that tests of other files left in this process do not count: those of the tool `python` stay."""
@@ -82,58 +55,8 @@ def others():
     OTHERS.update(processes())
 
 
-def wait_for(true):
-    """What true() returns when it is true at last; it has half a minute."""
-    for _ in range(3000):
-        value = true()
-        if value:
-            return value
-        time.sleep(0.01)
-    return None
-
-
 # -----------------------------------------------------------------------------
 # What texts do. {X} is a file that must not appear, {KEPT} one that must not change
-
-WRITES = {
-    "a shell": "__import__('os').system('touch {X}')",
-    "open": "open('{X}', 'w')",
-    "os.open": "__import__('os').open('{X}', 64 | 1)",
-    "exec a program": "__import__('os').execvp('touch', ['touch', '{X}'])",
-    "link": "__import__('os').symlink('/', '{X}')",
-    "mkfifo": "__import__('os').mkfifo('{X}')",
-    "a database": "__import__('sqlite3').connect('{X}').execute('create table x (y)')",
-    "rename": "__import__('os').rename('{KEPT}', '{X}')",
-    "remove": "__import__('os').remove('{KEPT}')",
-    "truncate": "__import__('os').truncate('{KEPT}', 0)",
-    "chmod": "__import__('os').chmod('{KEPT}', 0)",
-    "a socket": "__import__('socket').socket(1).bind('{X}')",
-    "a thread that writes": "__import__('threading').Thread(target=open, args=('{X}', 'w')).start()",
-    "a fork that writes": "__import__('os').fork() or open('{X}', 'w')",
-}
-LATE = {
-    "a power": "9**9**9",
-    "a regular expression": "__import__('re').match('(a|a)*b', 'a' * 60)",
-}
-ENDS = {
-    "exit": "__import__('sys').exit()",
-    "os._exit": "__import__('os')._exit(0)",
-    "kill the keeper": "__import__('os').kill(__import__('os').getppid(), 9)",
-    "kill everybody": "__import__('os').killpg(__import__('os').getpgid(__import__('os').getppid()), 9)",
-    "a bad pointer": "__import__('ctypes').string_at(0)",
-    "close files": "__import__('os').closerange(0, 1000)",
-    "a fork": "__import__('os').fork()",
-    "parentheses": "(" * 100_000 + "1" + ")" * 100_000,
-    "recursion": "(lambda f: f(f))(lambda f: f(f))",
-    "print replies": "print('[1.0, \"\"]\\n' * 10, flush=True)",
-    "write no JSON": "__import__('os').write(3, b'1.0\\n0 1.0\\n')",
-    "too long a reply": "__import__('os').write(3, b'1' * 10**8)",
-    "a text of 10 GB": "'a' * 10**10",
-    "another hook": "__import__('sys').addaudithook(print)",
-    "nothing": "",
-    "half a character": "\ud800",
-    "the kernel": "__import__('ctypes').CDLL(None).system(b'true')",
-}
 
 
 def attack(box, place, kinds=("evaluate", "execute"), texts=None):

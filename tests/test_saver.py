@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import make_model
-from test_checkpoint import figures, progress, reward_that_draws
-from test_grpo import tiny
 
 import grpo
 import train_sft
+from helpers.models import make_model
+from helpers.runs import figures, progress, reward_that_draws, tiny
 from model import not_finite
 from runs import checkpoint
 from runs.prepare import prepare

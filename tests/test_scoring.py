@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from test_checkpoint import progress, reward_that_draws
-from test_evaluate import prepared_by
-from test_grpo import tiny
-from test_jsonl import written
 
 import evaluate
 import grpo
 import train_sft
 from data.scores import pass_rates, reward_means, wilson
+from helpers.runs import prepared_by, progress, reward_that_draws, tiny
+from helpers.tasks import written
 from runs import checkpoint
 from runs.loading import load_run
 from runs.log import read_log

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.kernels import attend_dense
 from snug.kernels import segments as module
 from snug.kernels.segments import Batch, Segments, attend
 
@@ -157,11 +158,6 @@ def test_batches_have_each_segment_once_and_few_others(groups, alone, similar):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Attention
-
-
-def attend_dense(q, k, v, segments, window=0):
-    """The oracle."""
-    return attend(q, k, v, segments.mask(window))
 
 
 def test_on_mps_no_group_has_the_scores_of_another():

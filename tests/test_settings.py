@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_house import HOME, source_files
 
+from helpers import HOME
+from helpers.files import source_files
 from runs import fork
 from runs.prepare import prepare
 from settings import RULES, EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings

@@ -5,7 +5,6 @@ run. It has a model, a hub's cache, and the files that the texts name. A run's f
 made by the command that makes it in the texts.
 """
 
-import ast
 import glob
 import gzip
 import json
@@ -18,20 +17,26 @@ import subprocess
 import sys
 
 import pytest
-from conftest import HOME, make_chat_model
 from huggingface_hub import constants
-from test_code import HUMAN_EVAL, MBPP
-from test_episodes import HERMES
-from test_gym import is_installed
-from test_house import source_files
-from test_hub import put
 from torch.distributed.run import get_args_parser
 
+from helpers import HOME
+from helpers.commands import (
+    CONFIGS,
+    command_of,
+    commands_in,
+    docstring_of,
+    tidy,
+    values_of,
+    write_shrunk_configs,
+)
+from helpers.episodes import HERMES
+from helpers.files import source_files
+from helpers.hub import put
+from helpers.models import make_chat_model
+from helpers.tasks import HUMAN_EVAL, MBPP, is_installed
 from runs.log import read_lines, read_log
-from settings import GRPOSettings, SFTSettings
-from snug.options import read_config
 
-CONFIGS = sorted(HOME.glob("config/*.py"))
 TEXTS = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted(HOME.glob("docs/*.md"))]
 SOURCES = [*CONFIGS, *source_files().values(), *sorted(HOME.glob("bench/*.py"))]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,30 +66,6 @@ GONE = dict.fromkeys(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The command lines of the texts
-
-
-def commands_in(text):
-    """Yield the command lines of a text: lines, also after a prompt, and code within a sentence."""
-    for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
-        for code in [re.sub(r"^\s*(\$|next|srun)? *(\.venv/bin/)?", "", line), *re.findall(r"`([^`]+)`", line)]:
-            if re.match(r"(python3?(?! -m pip)|make|torchrun(?= --)) ", code) and "$(" not in code:
-                yield tidy(code)
-
-
-def tidy(line):
-    """Without comments, pipes and remarks in another column. [--option] is given. <run> is one of ours."""
-    line = re.sub(r"\s(#|\||&).*|\s{3,}[a-zA-Z0-9\"].*$", "", line.strip())
-    line = re.sub("^python3 ", "python ", line)
-    line = re.sub(r"\s*\[(--[^\]|]+)\]", r" \1", line)
-    line = re.sub(r"\s*\[[^\]]*\]|\s\.\.\.", "", line)
-    names = {"<run>": "grpo_small", "<other>": "sft_small", "$SLURM_NNODES": "4", "$head": "HOST", "$SLURM_JOB_ID": "1"}
-    for name, value in names.items():
-        line = line.replace(name, value)
-    return " ".join(shlex.quote(word) if " " in word else word for word in shlex.split(line))
-
-
-def docstring_of(path):
-    return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
 def found_commands():
@@ -117,21 +98,6 @@ FORKS = [
 ON_HUB = sorted(word for word in WORDS if re.fullmatch(r"[A-Z]\w+/[\w.-]+", word))
 
 
-def script_of(config):
-    return "train_sft.py" if config.name.startswith("sft") else "grpo.py"
-
-
-def values_of(config):
-    return read_config(SFTSettings if script_of(config) == "train_sft.py" else GRPOSettings, str(config))
-
-
-def command_of(config):
-    """The command that starts a config: its docstring may say what it needs. It trains; it does not plan."""
-    lines = [line for line in commands_in(docstring_of(config)) if config.name in line]
-    line = next(iter(lines), f"python {script_of(config)} config/{config.name}")
-    return re.sub(" --plan.*", "", line)
-
-
 def test_the_texts_have_commands_of_every_kind():
     for script in ("grpo.py", "train_sft.py", "evaluate.py", "sample.py", "report.py", "-m runs.export"):
         assert any(line.startswith(f"python {script} ") for line in FOUND), script
@@ -143,26 +109,6 @@ def test_the_texts_have_commands_of_every_kind():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A user's folder
-
-
-def shrunk(config):
-    """The text of a config, and lines that shrink it."""
-    values = values_of(config)
-    small = dict(max_iters=1, batch_size=2, eval_prompts=2, eval_interval=1, save_interval=0, device="cpu")
-    if script_of(config) == "grpo.py":
-        small |= dict(group_size=min(values.get("group_size", 2), 2), max_new_tokens=8)
-        small |= dict(entropy_coef=0.01)  # so that a step is taken although all rewards are equal
-    if "init_from" not in values and "--init_from" not in command_of(config):
-        small |= dict(n_layer=1, n_embd=16, n_head=4)
-        small |= {name: value for name, value in dict(n_kv_head=2, n_hidden=32, vocab_size=0).items() if name in values}
-    lines = [f"{name} = {value!r}\n" for name, value in small.items()]
-    return config.read_text() + "\n" + "".join(lines)
-
-
-def write_shrunk_configs(folder):
-    (folder / "config").mkdir()
-    for config in CONFIGS:
-        (folder / "config" / config.name).write_text(shrunk(config))
 
 
 def python_blocks(text):
@@ -260,7 +206,7 @@ def run(line, monkeypatch):
 
 
 def write_gguf(name):
-    from test_gguf import write  # skips without transformers
+    from helpers.gguf_files import write
 
     write(name)
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import streams
 import torch
-from conftest import DEVICE, limits_of, make_flat_model, make_model
-from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams, forgotten_waits
-from test_grpo import some_rollouts
 
 import grpo
+import streams
 import train_sft
 from batch import Cut
+from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.rollouts import some_rollouts
+from helpers.runs import limits_of
 from runs.checkpoint import find_run
 from runs.loading import load_frozen
 from runs.prepare import prepare
@@ -27,6 +27,7 @@ from snug.device.host import HOST, borrowed, new_on_host, stream_from_host
 from snug.device.kinds import MIB
 from snug.device.streams import aside, settle
 from snug.options import SnugError
+from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams, forgotten_waits
 
 CPU = torch.device("cpu")
 

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, figures, limits_of, make_flat_model, make_model
-from interpreted import long
-from padded import a_few, padded
-from test_grpo import never_stop
-from test_packed import BUDGETS, K, N, assert_same, make_rollouts
-from test_plan import COMMON, GRPO
 
 import grpo
 import train_sft
 from batch import Cut
+from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.peaks import COMMON, GRPO
+from helpers.rollouts import BUDGETS, K, N, assert_same_gradient, make_rollouts, never_stop
+from helpers.runs import figures, limits_of
+from interpreted import long
 from loss import policy_loss
+from padded import a_few, padded
 from runs.log import read_lines, read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
@@ -290,11 +290,11 @@ def test_the_gradient_against_a_float64_loop(name, shape, other, place):
             torch.testing.assert_close(gradients[parameter], value, rtol=1e-10, atol=1e-10)
     with padded():
         padded_gradient = gradient_of(model, rollouts, a_few(cut, 4), options, head)
-    assert_same((metrics, gradients), padded_gradient)
+    assert_same_gradient((metrics, gradients), padded_gradient)
     assert all(not hasattr(p, "host") for p in teacher.parameters())
     for kept in ("block", "selective"):
         model.checkpoint_blocks = kept
-        assert_same(gradient_of(model, rollouts, cut, options, head), (metrics, gradients))
+        assert_same_gradient(gradient_of(model, rollouts, cut, options, head), (metrics, gradients))
     model.checkpoint_blocks = "none"
     lora.add(model, 4, 8.0, list(lora.TARGETS)).double()
     for module in lora.adapted(model):
@@ -328,7 +328,7 @@ def test_a_teacher_beside_every_kind_of_loss(name, options):
     with padded(poison=7):
         expected = gradient_of(model, rollouts, a_few(Cut(rollouts), 4), options, head)
     for budget in BUDGETS.values():
-        assert_same(gradient_of(model, rollouts, Cut(rollouts, 0, budget, K), options, head), expected)
+        assert_same_gradient(gradient_of(model, rollouts, Cut(rollouts, 0, budget, K), options, head), expected)
 
 
 def test_a_teacher_equal_to_the_student_teaches_nothing():

@@ -12,10 +12,10 @@ from enum import Enum
 from typing import Any, List, Literal, Optional  # noqa: UP035
 
 import pytest
-from conftest import tool_of
 
 from data.episodes import Episode, EpisodeOptions, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
+from helpers.episodes import tool_of
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DEVICE, HOME
-from test_parallel import assert_same_weights
 
+from helpers import HOME
+from helpers.models import DEVICE
+from helpers.runs import assert_same_weights
 from runs.checkpoint import newest
 from runs.log import read_log
 

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-import trajectory
-from conftest import DEVICE, figures
 
 import grpo
+import trajectory
+from helpers.models import DEVICE
+from helpers.runs import figures
 from runs.prepare import prepare
 from settings import GRPOSettings
 

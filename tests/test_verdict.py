@@ -9,11 +9,11 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from test_grpo import tiny
 
 import grpo
 import train_sft
 from data.pairs import student
+from helpers.runs import tiny
 from runs.page.runs import Run, read_runs
 from runs.prepare import prepare
 from runs.verdict import difference, suspicion, verdict

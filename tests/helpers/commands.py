@@ -1,0 +1,70 @@
+"""The commands that texts have, and configs that run in a second."""
+
+import ast
+import re
+import shlex
+
+from helpers import HOME
+from settings import GRPOSettings, SFTSettings
+from snug.options import read_config
+
+CONFIGS = sorted(HOME.glob("config/*.py"))
+
+
+def commands_in(text):
+    """Yield the command lines of a text: lines, also after a prompt, and code within a sentence."""
+    for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
+        for code in [re.sub(r"^\s*(\$|next|srun)? *(\.venv/bin/)?", "", line), *re.findall(r"`([^`]+)`", line)]:
+            if re.match(r"(python3?(?! -m pip)|make|torchrun(?= --)) ", code) and "$(" not in code:
+                yield tidy(code)
+
+
+def tidy(line):
+    """Without comments, pipes and remarks in another column. [--option] is given. <run> is one of ours."""
+    line = re.sub(r"\s(#|\||&).*|\s{3,}[a-zA-Z0-9\"].*$", "", line.strip())
+    line = re.sub("^python3 ", "python ", line)
+    line = re.sub(r"\s*\[(--[^\]|]+)\]", r" \1", line)
+    line = re.sub(r"\s*\[[^\]]*\]|\s\.\.\.", "", line)
+    names = {"<run>": "grpo_small", "<other>": "sft_small", "$SLURM_NNODES": "4", "$head": "HOST", "$SLURM_JOB_ID": "1"}
+    for name, value in names.items():
+        line = line.replace(name, value)
+    return " ".join(shlex.quote(word) if " " in word else word for word in shlex.split(line))
+
+
+def docstring_of(path):
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def script_of(config):
+    return "train_sft.py" if config.name.startswith("sft") else "grpo.py"
+
+
+def values_of(config):
+    return read_config(SFTSettings if script_of(config) == "train_sft.py" else GRPOSettings, str(config))
+
+
+def command_of(config):
+    """The command that starts a config: its docstring may say what it needs. It trains; it does not plan."""
+    lines = [line for line in commands_in(docstring_of(config)) if config.name in line]
+    line = next(iter(lines), f"python {script_of(config)} config/{config.name}")
+    return re.sub(" --plan.*", "", line)
+
+
+def shrunk(config):
+    """The text of a config, and lines that shrink it."""
+    values = values_of(config)
+    small = dict(max_iters=1, batch_size=2, eval_prompts=2, eval_interval=1, save_interval=0, device="cpu")
+    if script_of(config) == "grpo.py":
+        small |= dict(group_size=min(values.get("group_size", 2), 2), max_new_tokens=8)
+        small |= dict(entropy_coef=0.01)  # so that a step is taken although all rewards are equal
+    if "init_from" not in values and "--init_from" not in command_of(config):
+        small |= dict(n_layer=1, n_embd=16, n_head=4)
+        small |= {name: value for name, value in dict(n_kv_head=2, n_hidden=32, vocab_size=0).items() if name in values}
+    lines = [f"{name} = {value!r}\n" for name, value in small.items()]
+    return config.read_text() + "\n" + "".join(lines)
+
+
+def write_shrunk_configs(folder):
+    (folder / "config").mkdir()
+    for config in CONFIGS:
+        (folder / "config" / config.name).write_text(shrunk(config))

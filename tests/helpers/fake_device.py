@@ -1,0 +1,227 @@
+"""A second device whose tensors are fake: what runs on it, and what it notes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
+
+import grpo
+import train_sft
+from batch import Sequences
+from helpers import HOME
+from model import make_model
+from runs.loading import configure, load_reference, load_teacher
+from runs.log import NoLog
+from runs.prepare import prepare
+from sample import Rollouts
+from settings import GRPOSettings, SFTSettings
+from snug.decoding import DecodeBatch, decode_batch
+from snug.device.kinds import PlanningMode
+from snug.memory import Limits
+from snug.memory.plan import PlanMeter, Recorder
+from training.dry_run import DryTraining
+from training.figures import Scored
+from training.optimizer import make_optimizer
+
+GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
+QWEN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", bias=False, qkv_bias=True)
+PROMPT, COMPLETION = 9, 6
+BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
+LADDER = {
+    "plain": dict(),
+    "selective": dict(checkpoint_blocks="selective"),
+    "activation offload": dict(checkpoint_blocks="block", activation_offload=True),
+    "host optimizer": dict(optimizer_device="host", grad_offload=True),
+    "masters": BFLOAT16,
+    "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
+    "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
+    "teacher": dict(teacher="t"),
+    "teacher on the host": dict(teacher="t", divergence="reverse_kl", teacher_device="host"),
+    "reference": dict(beta=0.04, importance_sampling_cap=2.0, importance_sampling_level="sequence", entropy_coef=0.01),
+}
+SAMPLERS = {"greedy": dict(temperature=0.0), "sampled": dict(), "stop tokens": dict(stop_token=(5, 7))}
+
+
+class FakeGPU(PlanningMode):
+    """Tensors are fake. Values that are read are 0 or True; `waits` counts what made the host wait, by function."""
+
+    def __init__(self, kind="cuda"):
+        super().__init__(kind, Recorder())
+        self.waits, self.busy, FakeGPU.now = Counter(), False, self
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, op = kwargs or {}, func.overloadpacket
+        devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()}
+        if op is torch.ops.aten._local_scalar_dense:
+            if args[0].device.type == "gpu":
+                self.wait()
+            return True if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        self.busy = True
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.busy = False
+        if isinstance(out, torch.Tensor) and out.device.type == "gpu":
+            out.constant = None  # of torch.tensor([1, 2]); else what is made of it would be computed
+        if op in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            source = args[op is torch.ops.aten.copy_]
+            asynchronous = kwargs.get("non_blocking") or len(args) > 2 and args[2]
+            if out.device.type != source.device.type and not asynchronous:
+                self.wait()
+        elif len(devices) > 1:  # PyTorch allows it where a tensor picks by indices that are on the host
+            self.wait()
+        return out
+
+    def wait(self):
+        self.waits[self.where()] += 1
+
+    def where(self):
+        """The function of ours that called."""
+        frame = sys._getframe(3)
+        while not frame.f_code.co_filename.startswith(str(HOME)) or "site-packages" in frame.f_code.co_filename:
+            frame = frame.f_back
+            if frame is None:
+                return "autograd"
+        return frame.f_code.co_qualname.removesuffix(".<locals>.<genexpr>")
+
+
+def upload(source, target, non_blocking=False):
+    """What copies a list of numbers to the device, below all modes."""
+    if not FakeGPU.now.busy:
+        FakeGPU.now.wait()
+    return target
+
+
+LIBRARIES = []  # what is registered lasts as long as they do
+
+
+def register():
+    """The device "gpu"."""
+    from torch.utils import backend_registration
+
+    class Module(backend_registration._DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16]
+
+    backend_registration._setup_privateuseone_for_python_backend("gpu", Module())
+    # for torch.tensor(numbers, device=...) and tensor[numbers]
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library.impl("empty_strided", lambda size, stride, dtype=None, **_: torch._C._acc.create_empty_tensor(size, dtype))
+    library.impl("_copy_from", upload)
+    LIBRARIES.append(library)
+
+    class Generator(torch.Generator):
+        def __new__(cls, device=None):
+            return super().__new__(cls)  # the fake device has none of its own
+
+    torch.Generator = Generator
+
+
+def iterate(mode, shape, options, micro_batches):
+    """An iteration of GRPO of 8 sequences -> the waits of its training phase."""
+    common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=2, group_size=4)
+    common["dtype"] = "float32"
+    tokens = 8 // micro_batches * (PROMPT + COMPLETION)
+    settings = GRPOSettings(**common | shape | options, max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
+    with unset_fake_temporarily():
+        prepared = prepare(replace(settings, beta=0.0, teacher=""))
+    # A parameter of a fake device cannot move to the host: of such a teacher only the outputs are there.
+    prepared.settings = replace(settings, teacher_device="device")
+    prepared.teacher = SimpleNamespace(state=dict(model_config=prepared.shape))
+    models = [load(prepared, torch.device("gpu")) for load in (load_reference, load_teacher)]
+    prepared.settings = settings
+    training = make_training(prepared, *models)
+
+    def collect(iteration, training):
+        tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")
+        logprobs = torch.zeros(8, COMPLETION, device="gpu")
+        with training.meter.phase("rollout"):
+            time.sleep(0.001)  # tokens are divided by its seconds
+            learned = Rollouts(tokens, known(8, PROMPT), known(8, COMPLETION), logprobs, None, known(8, True))
+        return Scored(learned, torch.zeros(2, 4), {}, {}, {}, {}, 4), dict(tokens=0, gen_batches=1)
+
+    mode.waits.clear()
+    grpo.iterate(0, training, collect)
+    return mode.waits
+
+
+def known(count, value):
+    """A column on the device whose values the host knows: micro-batches are cut by them."""
+    column = torch.full((count,), value, device="gpu")
+    column.tolist = lambda: [value] * count
+    return column
+
+
+def make_training(prepared, reference=None, teacher=None):
+    settings, device = prepared.settings, torch.device("gpu")
+    model = make_model(prepared.shape, device, settings.param_dtype, base_dtype=settings.base_dtype)
+    configure(model, settings)
+    log = NoLog(settings)
+    parts = PlanMeter(Recorder()), log, None, Limits(prepared, log.say)
+    optimizer = make_optimizer(model, settings)
+    return DryTraining(prepared, model, reference, optimizer, *parts, teacher=teacher)
+
+
+def sft(mode, shape, micro_batches):
+    common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=8)
+    settings = SFTSettings(**common | shape, max_tokens_per_micro_batch=8 // micro_batches * (PROMPT + COMPLETION))
+    with unset_fake_temporarily():
+        prepared = prepare(settings)
+    training = make_training(prepared)
+
+    def collect(iteration, training):
+        tokens = torch.zeros(8, PROMPT + COMPLETION, dtype=torch.long, device="gpu")
+        return Sequences(tokens, known(8, PROMPT), known(8, COMPLETION))
+
+    mode.waits.clear()
+    train_sft.iterate(0, training, collect)
+    return mode.waits
+
+
+def sample(mode, shape, options):
+    """Everything a rollout does on the device; -> the waits of one step."""
+    decode_batch.SHRINK_ABOVE["cuda"] = 1  # this batch is small
+    model = make_model(shape, torch.device("gpu"), "bfloat16")
+    with torch.no_grad():
+        batch = DecodeBatch(model, [[1] * PROMPT, [2] * 5, [3] * 7], 4, COMPLETION, 6, **options)
+        batch.rehearse()
+        batch = DecodeBatch(model, [[1] * PROMPT, [2] * 5, [3] * 7], 4, COMPLETION, 6, **options)
+        batch.look = lambda: None
+        assert batch.refill()
+        batch.step()
+        batch.held[2:4] = 12  # these are over; others take their slots
+        assert batch.refill()
+        mode.waits.clear()
+        batch.step()
+        waits = dict(mode.waits)
+        batch.step()
+        batch.held[:] = 12
+        assert batch.refill()
+        batch.step()
+        batch.held[1:] = 12
+        assert batch.refill() and len(batch.sequences) < 6  # idle slots were removed
+        batch.step()
+    return waits
+
+
+def run_apart(file, request, cases):
+    """Run a file by itself, with those of the cases that are asked for -> {case: what it printed of it}."""
+    from torch.utils import backend_registration
+
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device from Python")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{HOME}"}
+    asked = [item for item in request.session.items if item.path == Path(file) and not item.get_closest_marker("skip")]
+    names = [name for name in cases if any(item.name.endswith(f"[{name}]") for item in asked)]
+    command = [sys.executable, file, *names]
+    result = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return dict(map(json.loads, result.stdout.splitlines()))
