@@ -308,11 +308,12 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
 
 def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
     """-> loss, logprobs (M,), entropy (M,), policy_loss's metrics of each chunk; only the loss has a gradient."""
+    metrics_of_chunks = []
 
     def token_loss(logprobs, chunk, divergence=None):
-        """-> (loss, metrics) of a chunk, a slice, of the M tokens. The head asks while the chunk's logits exist."""
+        """-> the loss of a chunk, a slice, of the M tokens. The head asks while the chunk's logits exist."""
         sampled = settings.teacher and divergence is None
-        return policy_loss(
+        loss, metrics = policy_loss(
             logprobs,
             micro.old_logprobs[chunk],
             micro.advantages,
@@ -325,6 +326,8 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
             divergence=divergence,
             **counts,
         )
+        metrics_of_chunks.append(metrics)
+        return loss
 
     if teacher is not None:
         teacher = Teacher(micro.teacher_outputs, teacher.lm_head_weight)
@@ -339,12 +342,13 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
         teacher=teacher,
     )
     if not settings.entropy_coef and not settings.needs_whole_sequences:
-        return head_loss(**arguments, entropy=True, metrics=True)
+        return *head_loss(**arguments, entropy=True), metrics_of_chunks
     # The bonus needs a second look at the logits.
     per_token = counts["num_tokens"]
     if settings.depends_on_cut:
         per_token = len(micro.targets) * counts["num_micro_batches"]
-    return head_loss_in_two_visits(**arguments, entropy_weight=settings.entropy_coef / per_token)
+    weight = settings.entropy_coef / per_token
+    return *head_loss_in_two_visits(**arguments, entropy_weight=weight), metrics_of_chunks
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from common import DEVICE, begin, chosen, clocked, parser, result, synchronize
 
 from snug.device.kinds import MIB
 from snug.logprobs.head import head_logprobs, head_loss
-from snug.logprobs.rows import Options, backward_rows, forward_rows, new_rows, new_scratch, token_logprobs
+from snug.logprobs.rows import Options, backward_rows, forward_rows, token_logprobs
 from snug.memory.ledger import LiveBytes
 
 SHAPES = {  # logits (M, V), head (M, C, V), dtype, chunk_mb's, rounds
@@ -196,13 +196,12 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
     ready = {name: function for name, function in logits_contenders(libraries, compile).items() if function}
     options = Options(1.0, V, False, dtype)
     lse, ones, zeros = (torch.full((M,), value, device=DEVICE) for value in (12.0, 1.0, 0.0))
-    scratch = new_scratch(logits, copy=True, entropy=True)
-    arguments = logits, targets, options, lse, zeros, ones, zeros, other, scratch
+    arguments = logits, targets, options, lse, zeros, ones, zeros, other
     backward = {"snug, kernel alone": lambda: backward_rows(*arguments)}
 
     def visit(entropy):
-        results = new_rows(M, options._replace(entropy=entropy), DEVICE)
-        forward_rows(other, targets, options, *results, scratch, in_place=dtype == torch.float32, gradient=True)
+        results = [torch.empty(M, device=DEVICE) for _ in range(2 + entropy)]
+        forward_rows(other, targets, options, *results, overwrite=True, gradient=True)
 
     one_visit = {"snug, one visit": partial(visit, False), "snug, one visit with entropy": partial(visit, True)}
     stages = {  # what, passes over the logits that it takes at least, contenders

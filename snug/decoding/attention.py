@@ -123,38 +123,21 @@ if triton is not None:
             tl.store(counters + query, 0, last)
 
     @triton.jit
-    def queries_of(
-        q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY: constexpr, PART: constexpr
-    ):
-        """-> (M, DP), rotated."""
-        mask = active[:, None] & (d[None, :] < D)
-        turn = (slot * size)[:, None]
-        x = q + (slot * q_row + head * D)[:, None]
-        return rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY, PART)
-
-    @triton.jit
     def write_column(
-        k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY: constexpr, PART: constexpr
+        k, v, cos, sin, keys, values, s, g, k_row, v_row, now, d, D, ROTARY: constexpr, PART: constexpr
     ):  # fmt: skip
         """Rotate the key of slot s, and write it and its value to column `now`."""
         inside = d < D
+        size = PART if PART else D
         key = k + s * k_row + g * D
         key = rotated(key, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART)
         value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
         tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
         tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
 
-    @triton.jit
-    def end_of_prompt(lengths, p, t, slot):
-        """-> a prompt's length; the column that each slot's token would have if the prompt went on, and the smallest.
-
-        The smallest is found here, within the kernel's branch: from a reduction behind it Triton takes no
-        alignment, and then it does not read columns ahead (cp.async)."""
-        length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
-        latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
-        return length, latest, tl.min(latest, 0)
-
-    # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
+    # `earliest` is found within its branch: from a reduction behind it Triton takes no alignment, and then it does not
+    # read columns ahead (cp.async). What is not specialized changes from rollout to rollout: 1 or a multiple of 16 would
+    # compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
     def attend_kernel(
         q, k, v, cos, sin, q_row, k_row, v_row, prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,
@@ -181,9 +164,10 @@ if triton is not None:
             keys = prompt_k + (p * G + g) * T_p * D
             values = prompt_v + (p * G + g) * T_p * D
             begin = split * prompt_chunk
-            end = begin + prompt_chunk
-            length, latest, earliest = end_of_prompt(lengths, p, t, slot)
-            end = tl.minimum(end, length)
+            length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
+            latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)  # if the prompt went on
+            earliest = tl.min(latest, 0)
+            end = tl.minimum(begin + prompt_chunk, length)
         else:
             s = (program - prompt_programs) // completion_splits
             split = (program - prompt_programs) % completion_splits
@@ -200,15 +184,16 @@ if triton is not None:
             latest = tl.full((M,), now, tl.int32)
             earliest = now
             if now // completion_chunk == split:
-                write_column(
-                    k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY, PART
-                )
+                write_column(k, v, cos, sin, keys, values, s, g, k_row, v_row, now, d, D, ROTARY, PART)
             tl.debug_barrier()  # all threads of the program see the new column
             split += prompt_splits
         active = (slot >= 0) & (r < R)
         slot = tl.maximum(slot, 0)
         head = g * R + r
-        q = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
+        inside = active[:, None] & (d[None, :] < D)
+        turn = (slot * size)[:, None]
+        q += (slot * q_row + head * D)[:, None]
+        q = rotated(q, cos + turn, sin + turn, d[None, :], D, inside, ROTARY, PART)  # (M, DP)
         top, total, acc = attend_columns(
             q, keys, values, begin, end, active, latest, earliest, T_c, scale, d, D, N, WINDOW
         )

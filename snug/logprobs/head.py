@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from snug.device.cpu import fast_products
 from snug.device.kinds import MIB, is_planned, kind_of, logits_budget, off_mps
-from snug.kernels import has_tensor_cores, nothing_to_do, uses_triton
+from snug.kernels import has_tensor_cores, nothing_to_do
 from snug.logprobs.divergence import Teacher, divergence_rows
 from snug.logprobs.rows import (
     SCRATCH,
@@ -28,8 +28,6 @@ from snug.logprobs.rows import (
     backward_rows,
     check,
     forward_rows,
-    new_rows,
-    new_scratch,
     slabs,
 )
 from snug.memory.ledger import component
@@ -84,15 +82,16 @@ class Chunks:
     teacher: `diverge` fills it before.
     """
 
-    def __init__(self, hidden, weight, targets, options: Options, keep_logits=False, teacher=None):
-        """hidden (M, C), weight (V, C): cast once if the products run in another dtype. targets (M,). keep_logits:
-        plain torch may not overwrite the logits when it computes log-probs."""
+    def __init__(self, hidden, weight, targets, options: Options, teacher=None):
+        """hidden (M, C), weight (V, C): cast once if the products run in another dtype. targets (M,)."""
         M, V = len(hidden), len(weight)
         self.hidden = hidden
         self.weight = weight.to(options.dtype)
         self.targets = targets
         self.options = options
-        self.logprobs, self.lse, self.entropy = new_rows(M, options, hidden.device)
+        self.logprobs = hidden.new_empty(M, dtype=accumulator(options.dtype))
+        self.lse = torch.empty_like(self.logprobs)
+        self.entropy = torch.empty_like(self.logprobs) if options.entropy else None
         chunks = max(1, -(-M // options.chunk_size))
         size = -(-M // chunks)  # chunks of about equal length
         self.slices = [slice(i, i + size) for i in range(0, M, max(1, size))]
@@ -104,10 +103,6 @@ class Chunks:
             self.teacher_weight = teacher.weight.to(options.dtype)
             self.teacher_buffer = self.new_buffer(size, len(teacher.weight))
             self.divergence = torch.empty_like(self.logprobs)
-        # Plain torch works in the logits themselves if it can.
-        exact = options.dtype == accumulator(options.dtype)
-        self.in_place = exact and not keep_logits and not uses_triton(self.buffer)
-        self.scratch = new_scratch(self.buffer, not self.in_place, options.entropy)
 
     def new_buffer(self, size, V):
         """(size, V or more): the kernels' loads and tensor cores want rows that begin at 16-byte addresses."""
@@ -141,9 +136,8 @@ class Chunks:
             self.logprobs[rows],
             self.lse[rows],
             entropy,
-            self.scratch,
-            self.in_place,
-            gradient,
+            overwrite=True,
+            gradient=gradient,
         )
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight, of_divergence=None):
@@ -193,10 +187,10 @@ def head_logprobs(
 
     With a teacher -> (log-probs, entropies or None, divergences), each (M,) and differentiable.
     hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: as fit chunk_mb, see
-    rows_per_chunk. n_vocab: ids from
-    n_vocab on are padding, with probability and gradient 0. Backward computes each chunk's logits again (8 M C
-    V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios), for a
-    gradient of the entropy, and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a
+    rows_per_chunk. n_vocab: ids from n_vocab on are padding, with probability and gradient 0. Backward computes each
+    chunk's logits again (8 M C V FLOP in all). Use it for losses that need all log-probs before any gradient
+    (sequence-level ratios), for a gradient of the entropy, and, without gradient, for a reference model. Saved: the
+    inputs, with entropy also (M,) numbers twice. Backward's extra bytes: a
     chunk, dhidden, dweight; under autocast also the cast weight. Raises ValueError.
     """
     options = head_options(
@@ -217,36 +211,29 @@ class HeadLogprobs(torch.autograd.Function):
                 chunks.forward(rows, logits)
         ctx.options, ctx.teacher = options, teacher
         ctx.set_materialize_grads(False)  # backward gets None for an output that has no gradient
-        ctx.save_for_backward(hidden, weight, targets)
+        kept = (chunks.lse, chunks.entropy) if options.entropy else (None, None)
+        ctx.save_for_backward(hidden, weight, targets, *kept)
         return chunks.logprobs, chunks.entropy, chunks.divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx, coefficients, dentropy, ddivergence):
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        options = ctx.options._replace(entropy=dentropy is not None)
+        options = ctx.options._replace(entropy=False)
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
             teacher = None if ddivergence is None else ctx.teacher
-            chunks = Chunks(hidden, weight, targets, options, options.entropy, teacher)
+            chunks = Chunks(hidden, weight, targets, options, teacher)
             if coefficients is None:
                 coefficients = torch.zeros_like(chunks.lse)
             for rows, hidden_rows, logits in chunks:
-                chunks.forward(rows, logits, gradient=not options.entropy)
                 c = coefficients[rows]
-                if options.entropy:
-                    backward_rows(
-                        logits,
-                        targets[rows],
-                        options,
-                        chunks.lse[rows],
-                        chunks.entropy[rows],
-                        c,
-                        dentropy[rows],
-                        logits,
-                        chunks.scratch,
-                    )
+                if dentropy is None:
+                    chunks.forward(rows, logits, gradient=True)
+                else:
+                    row = targets[rows], options, lse[rows], entropy[rows]
+                    backward_rows(logits, *row, c, dentropy[rows], logits)
                     c = torch.ones_like(c)  # the gradient has them already
                 more = None if ddivergence is None else ddivergence[rows]
                 chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight, more)
@@ -257,23 +244,20 @@ def head_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    token_loss: Callable[..., Tensor | tuple[Tensor, dict]],
+    token_loss: Callable[..., Tensor],
     temperature: float = 1.0,
     chunk_size: int | None = None,
     entropy: bool = False,
     n_vocab: int | None = None,
     chunk_mb: float = 0,
     teacher: Teacher | None = None,
-    metrics: bool = False,
 ):
-    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)] [, metrics]); only the scalar loss is
-    differentiable.
+    """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]); only the loss is differentiable.
 
     It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
     chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
     derivative is each token's coefficient; with it the chunk's logits become their gradient on the spot. With a teacher
-    it is token_loss(logprobs, rows, divergences (m,)). With metrics=True it returns (loss, a dict of other
-    figures, without gradient); these dicts, one a chunk, are the list `metrics`.
+    it is token_loss(logprobs, rows, divergences (m,)).
 
     If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
     of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are
@@ -292,18 +276,10 @@ def head_loss(
         hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
     )
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    targets = targets.contiguous()
-    of_chunks = []
-
-    def loss_alone(*arguments):
-        loss, of_chunk = token_loss(*arguments)
-        of_chunks.append(of_chunk)
-        return loss
-
-    loss_of_chunk = loss_alone if metrics else token_loss
-    results = HeadLoss.apply(hidden, weight, targets, loss_of_chunk, options, with_gradient, teacher)
-    results = results if entropy else results[:2]
-    return (*results, of_chunks) if metrics else results
+    results = HeadLoss.apply(
+        hidden, weight, targets.contiguous(), token_loss, options, with_gradient, teacher
+    )
+    return results if entropy else results[:2]
 
 
 def head_loss_in_two_visits(
@@ -311,16 +287,15 @@ def head_loss_in_two_visits(
 ):
     """head_loss for a loss that needs all log-probs at once (a sequence's ratio), or a gradient of the entropy.
 
-    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,), metrics: as head_loss with
-    metrics=True. Backward makes the logits again.
+    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.
     """
     logprobs, entropy, *divergence = head_logprobs(
         hidden, weight, targets, temperature, entropy=True, **options
     )
-    loss, metrics = token_loss(logprobs, slice(None), *divergence)
+    loss = token_loss(logprobs, slice(None), *divergence)
     if entropy_weight:
         loss = loss - entropy_weight * entropy.sum()
-    return loss, logprobs, entropy, [metrics]
+    return loss, logprobs, entropy
 
 
 class HeadLoss(torch.autograd.Function):

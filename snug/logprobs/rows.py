@@ -5,9 +5,10 @@
     backward_rows   the gradient of log-probs and entropies for an upstream gradient that comes later
     token_logprobs  both, as a differentiable function of logits
 
-The kernels run on CUDA, plain torch elsewhere and in float64. All write into buffers that their caller allocated, so
-a meter or the planner sees every tensor; on fake tensors they do nothing. Sums are float32, or float64 for float64
-logits. In the kernels exponents have base 2, for which the hardware has an instruction: scale = log2(e) / temperature.
+The kernels run on CUDA, plain torch elsewhere and in float64. All write into buffers that their caller allocated; on
+fake tensors nothing is done, but plain torch's work space is made, so that the planner sees it. Sums are float32, or
+float64 for float64 logits. In the kernels exponents have base 2, for which the hardware has an instruction: scale =
+log2(e) / temperature.
 Test: pytest tests/test_logprobs.py tests/test_kernels.py
 """
 
@@ -156,22 +157,42 @@ class Options(NamedTuple):
     chunk_size: int = 0  # rows
 
 
-def slab_rows(width: int, buffers: int = 1):
-    """-> rows that plain torch works on at a time, so that each operation finds its input in the cache."""
-    return max(1, SCRATCH // (max(1, buffers) * width))
+def accumulator(dtype: torch.dtype):
+    """-> the type of sums, log-probs and entropies."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def slabs(M: int, width: int, buffers: int = 1):
-    """-> slices of M rows, `slab_rows` each."""
-    rows = slab_rows(width, buffers)
+    """-> slices of M rows. Plain torch works on so many at a time, so that each operation finds its input in the cache."""
+    rows = max(1, SCRATCH // (max(1, buffers) * width))
     return [slice(i, i + rows) for i in range(0, M, rows)]
 
 
-def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient):
-    """`forward_rows` in plain torch. in_place: overwrite the logits, which saves a copy."""
-    n_vocab = options.n_vocab
-    inverse = 1 / options.temperature
-    for rows in slabs(*logits.shape, len(scratch)):
+def new_scratch(logits, buffers: int):
+    """-> work space of plain torch for a slab, and the slabs: none without data."""
+    rows = slabs(*logits.shape, buffers)
+    size = min(len(logits), rows[0].stop if rows else 0) * logits.shape[1]
+    scratch = torch.empty(buffers, size, dtype=accumulator(logits.dtype), device=logits.device)
+    return scratch, [] if nothing_to_do(logits) else rows
+
+
+def forward_rows(
+    logits, targets, options, logprobs, lse, entropy=None, overwrite=False, gradient=False
+):
+    """Fill logprobs, lse and entropy or None, each (m,), from logits (m, V) and targets (m,).
+
+    overwrite: plain torch may overwrite the logits, which saves a copy. gradient: the logits become d logprob /
+    d logits, which is (onehot(targets) - softmax(logits / temperature)) / temperature.
+    """
+    if uses_triton(logits):
+        launch_rows(
+            logits, targets, options, logprobs, lse, entropy, dlogits=logits if gradient else None
+        )
+        return
+    n_vocab, inverse = options.n_vocab, 1 / options.temperature
+    in_place = overwrite and logits.dtype == lse.dtype
+    scratch, slices = new_scratch(logits, (not in_place) + (entropy is not None))
+    for rows in slices:
         x = logits[rows, :n_vocab]
         target = targets[rows, None]
         spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
@@ -196,57 +217,34 @@ def forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_
         logits[:, n_vocab:] = 0
 
 
-def backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
-    """`backward_rows` in plain torch. coefficients and dentropy are already divided by the temperature."""
-    for rows in slabs(*logits.shape, len(scratch)):
+def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits):
+    """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature.
+
+    p = softmax(logits / temperature). coefficients, dentropy (m,): the upstream gradients of the log-probs and of the
+    entropies. dlogits may be the logits.
+    """
+    coefficients = coefficients / options.temperature
+    dentropy = dentropy / options.temperature
+    if uses_triton(logits):
+        launch_rows(logits, targets, options, None, lse, entropy, coefficients, dentropy, dlogits)
+        return
+    in_place = dlogits.dtype == lse.dtype
+    scratch, slices = new_scratch(logits, 2 - in_place)
+    for rows in slices:
         x = logits[rows, : options.n_vocab]
         d = dlogits[rows, : options.n_vocab]
         c = coefficients[rows, None]
         spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
-        p = d if d.dtype == lse.dtype else spare[0]  # (m, n_vocab)
-        if p.data_ptr() != x.data_ptr():
-            p.copy_(x)
+        p = (d if in_place else spare[0]).copy_(x)  # (m, n_vocab)
         if options.temperature != 1:
             p.mul_(1 / options.temperature)
         p.sub_(lse[rows, None])
         share = torch.clamp(p, min=LOWEST, out=spare[-1])  # dH / dz = -p (log p + H)
         share.add_(entropy[rows, None]).mul_(dentropy[rows, None]).add_(c)
         p.exp_().mul_(share).neg_().scatter_add_(1, targets[rows, None], c)
-        if p is not d:
+        if not in_place:
             d.copy_(p)
     dlogits[:, options.n_vocab :] = 0
-
-
-def forward_rows(
-    logits, targets, options, logprobs, lse, entropy, scratch, in_place=False, gradient=False
-):
-    """Fill logprobs, lse and entropy or None, each (m,), from logits (m, V) and targets (m,).
-
-    scratch: from new_scratch. in_place: plain torch may overwrite the logits. gradient: the logits become d logprob /
-    d logits, which is (onehot(targets) - softmax(logits / temperature)) / temperature.
-    """
-    if nothing_to_do(logits):
-        return
-    if not uses_triton(logits):
-        forward_torch(logits, targets, options, logprobs, lse, entropy, scratch, in_place, gradient)
-        return
-    launch_rows(logits, targets, options, logprobs, lse, entropy, dlogits=logits if gradient else None)
-
-
-def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch):
-    """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature.
-
-    p = softmax(logits / temperature). coefficients, dentropy (m,): the upstream gradients of the log-probs and of the
-    entropies. dlogits may be the logits.
-    """
-    if nothing_to_do(logits):
-        return
-    coefficients = coefficients / options.temperature
-    dentropy = dentropy / options.temperature
-    if not uses_triton(logits):
-        backward_torch(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits, scratch)
-        return
-    launch_rows(logits, targets, options, None, lse, entropy, coefficients, dentropy, dlogits)
 
 
 def launch_rows(
@@ -286,27 +284,6 @@ def launch_rows(
     )
 
 
-def accumulator(dtype: torch.dtype):
-    """-> the type of sums, log-probs and entropies."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def new_rows(M: int, options: Options, device):
-    """-> empty logprobs, lse, and entropy or None, each (M,)."""
-    logprobs = torch.empty(M, dtype=accumulator(options.dtype), device=device)
-    entropy = torch.empty_like(logprobs) if options.entropy else None
-    return logprobs, torch.empty_like(logprobs), entropy
-
-
-def new_scratch(logits, copy: bool, entropy: bool = False):
-    """-> (buffers, size): plain torch's work space. copy: with a buffer for a copy of the logits. entropy: with one
-    for entropies."""
-    M, width = logits.shape
-    buffers = 0 if uses_triton(logits) else copy + entropy
-    size = min(M, slab_rows(width, buffers)) * width
-    return torch.empty(buffers, size, dtype=accumulator(logits.dtype), device=logits.device)
-
-
 def check(M: int, width: int, targets, temperature: float, n_vocab: int | None):
     """-> n_vocab. Raises ValueError before a kernel would read out of bounds."""
     n_vocab = n_vocab or width
@@ -336,8 +313,9 @@ def token_logprobs(
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, options):
-        logprobs, lse, _ = new_rows(len(logits), options, logits.device)
-        forward_rows(logits, targets, options, logprobs, lse, None, new_scratch(logits, copy=True))
+        logprobs = logits.new_empty(len(logits), dtype=accumulator(logits.dtype))
+        lse = torch.empty_like(logprobs)
+        forward_rows(logits, targets, options, logprobs, lse)
         ctx.options = options
         ctx.save_for_backward(logits, targets, lse)
         return logprobs
@@ -347,7 +325,6 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, coefficients):
         logits, targets, lse = ctx.saved_tensors
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        scratch = new_scratch(logits, copy=True, entropy=True)
         zeros = torch.zeros_like(lse)  # the entropy has no gradient
-        backward_rows(logits, targets, ctx.options, lse, zeros, coefficients, zeros, dlogits, scratch)
+        backward_rows(logits, targets, ctx.options, lse, zeros, coefficients, zeros, dlogits)
         return dlogits, None, None
