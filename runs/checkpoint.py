@@ -30,7 +30,7 @@ from snug.options import SnugError, described, did_you_mean, fields, find_path, 
 from snug.options.progress import phase
 from snug.pretrained.adapters import find_base
 from snug.pretrained.hub import hub_name, local_folder
-from snug.pretrained.shapes import double_quant, is_pretrained, read_shape
+from snug.pretrained.shapes import is_pretrained, read_shape
 from snug.pretrained.tensors import fingerprint, look_at_weights
 from snug.tokenizer import Tokenizer, get_tokenizer
 
@@ -152,10 +152,7 @@ def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoi
     if not is_pretrained(path):
         return open_checkpoint(path, tensors)
     weights = base, rank, *_ = find_base(path, bool(tensors))
-    stored = "" if rank or double_quant(base) is None else "nf4"
-    settings = GRPOSettings(
-        task="", max_new_tokens=PRETRAINED_LENGTH, base_dtype=stored, lora_rank=rank
-    )
+    settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, lora_rank=rank)
     state = {
         "iteration": 0,
         "model_config": read_shape(base),

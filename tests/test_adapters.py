@@ -32,7 +32,6 @@ from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
 from snug.tokenizer import get_tokenizer
 
-NF4 = HOME / "tests/data/nf4_double"
 QWEN = dict(qk_norm=False, proj_bias=False)
 TOKENS = torch.arange(20)[None]
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
@@ -141,21 +140,6 @@ def test_the_sum_is_rounded_once(tmp_path):
     before = GPT.from_pretrained(base).blocks[1].attention.qkv.weight
     assert not torch.equal(exact[:32], exact[:32].bfloat16()) and torch.equal(exact[32:], before[32:])
     assert torch.equal(exact.bfloat16(), rounded)
-
-
-def test_a_base_in_4_bits_is_dequantized(tmp_path):
-    base = Path(shutil.copytree(NF4, tmp_path / "base"))
-    get_tokenizer("bytes").save(base)
-    save_pretrained(GPT.from_pretrained(base), tmp_path / "plain", get_tokenizer("bytes"))
-    adapters = make_adapters(tmp_path / "peft", tmp_path / "plain", "q_proj", "up_proj")
-    expected = load_run(adapters, "cpu").model
-    change(adapters, base_model_name_or_path=str(base))
-    run = load_run(adapters, "cpu")
-    assert run.settings.base_dtype == ""
-    ours = dict(run.model.named_parameters())
-    assert ours.keys() == dict(expected.named_parameters()).keys()
-    for name, value in expected.named_parameters():
-        torch.testing.assert_close(ours[name][:257], value[:257], rtol=0, atol=1e-6)
 
 
 def test_loading_holds_no_second_model(tmp_path):

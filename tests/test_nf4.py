@@ -1,11 +1,9 @@
-"""NF4: the format beside bitsandbytes', the layer beside float64, and a run from folders of both kinds, plan to export.
+"""NF4: the format beside bitsandbytes', the layer beside float64, and a run, plan to export.
 
-tests/data/nf4.safetensors and the folders beside it were made by bitsandbytes 0.50.2 and transformers 5.23:
-`python tests/test_nf4.py` writes them again.
+bitsandbytes 0.50.2 made tests/data/nf4.safetensors: `python tests/test_nf4.py` writes it again.
 """
 
 import gc
-import hashlib
 import json
 import math
 import shutil
@@ -28,7 +26,7 @@ from model import GPT
 from model import make_model as make_gpt
 from padded import a_few, padded
 from runs import export
-from runs.checkpoint import find_run, newest, open_checkpoint, seal
+from runs.checkpoint import newest, open_checkpoint, seal
 from runs.loading import load_run, load_weights
 from runs.log import read_log
 from runs.prepare import prepare
@@ -41,14 +39,13 @@ from snug.kernels.nf4 import NF4, Quantized, quantize, takes_product, weights_of
 from snug.memory import MemoryMeter
 from snug.memory.plan import plan
 from snug.options import SnugError, read_settings
-from snug.pretrained.bitsandbytes import STATE as nf4_state
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
 from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
 DATA = HOME / "tests/data"
-GOLDEN, FOLDERS = DATA / "nf4.safetensors", {True: DATA / "nf4_double", False: DATA / "nf4_single"}
+GOLDEN = DATA / "nf4.safetensors"
 FIELDS = Quantized._fields
 TARGETS = list(lora.TARGETS)
 
@@ -262,25 +259,6 @@ def test_merged_is_the_same_function():
 # Folders
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_a_folder_of_bitsandbytes_is_read_bit_for_bit(double):
-    """q, k, v and gate, up are parts of one matrix here. Read into NF4, or dequantized."""
-    folder = FOLDERS[double]
-    expected = json.loads((folder / "dequantized.json").read_text())
-    model = make_gpt(read_shape(folder), "cpu", "bfloat16", initialise=False, base_dtype="nf4")
-    read_weights(look_at_weights(folder), model)
-    weights, plain = weights_of(model), dict(GPT.from_pretrained(folder, dtype="bfloat16").named_parameters())
-    rows = dict(q=(0, 64), k=(64, 96), v=(96, 128), o=(0, 64), gate=(0, 128), up=(128, 256), down=(0, 64))
-    ours = dict.fromkeys("qkv", "attention.qkv") | dict(o="attention.proj", gate="mlp.up", up="mlp.up", down="mlp.down")
-    for name, digest_there in expected.items():
-        short = name.split(".")[-2].removesuffix("_proj")
-        matrix = f"blocks.0.{ours[short]}.weight"
-        values = weights[matrix].dequantized(torch.bfloat16)
-        assert digest(values[slice(*rows[short])]) == digest_there, name
-        assert torch.equal(plain[matrix], values)
-    assert len(expected) == 7 and weights["embedding.weight"].dtype == torch.bfloat16
-
-
 def test_a_plain_folder_becomes_what_bitsandbytes_makes_of_each_matrix(tmp_path):
     save_pretrained(make_model("llama", qk_norm=False, proj_bias=False), tmp_path / "plain")
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
@@ -325,45 +303,6 @@ def test_a_whole_model_is_never_there_at_once(tmp_path, monkeypatch):
         read_weights(look_at_weights(tmp_path / "plain"), held)
         after, peak = meter.allocated(), meter.peak_since_reset()
     assert after < 0.35 * whole and peak < after + 5 * largest < whole
-
-
-BROKEN = {  # what is said: (changes of quantization_config, of tensors, of the matrix's state)
-    "quant_method='gptq' is not supported": (dict(quant_method="gptq"), {}, {}),
-    "bnb_4bit_quant_type='fp4' is not supported; only 'nf4'": (dict(bnb_4bit_quant_type="fp4"), {}, {}),
-    "missing 1 ['model.layers.0.mlp.up_proj.weight.absmax']": ({}, {".absmax": None}, {}),
-    "absmax has the type U8 and the shape (127,); needed are U8 and (128,)": ({}, {".absmax": lambda t: t[:-1]}, {}),
-    "up_proj.weight has the type F32 and the shape (128, 64); needed are U8 and (4096, 1)": (
-        {},
-        {"": lambda t: torch.zeros(128, 64)},
-        {},
-    ),
-    "absmax has the type U8 and the shape (128,); needed are F32": (dict(bnb_4bit_use_double_quant=False), {}, {}),
-    "up_proj.weight cannot be read (ValueError: has NaN": ({}, {".nested_absmax": lambda t: t * math.nan}, {}),
-    "(KeyError": ({}, {}, dict(nested_offset="gone")),
-    "(JSONDecodeError": ({}, {nf4_state: lambda t: t[:-20]}, {}),
-}
-
-
-@pytest.mark.parametrize("said", BROKEN)
-def test_what_is_broken_is_one_line(said, tmp_path):
-    changes, tensors, state = BROKEN[said]
-    folder = Path(shutil.copytree(FOLDERS[True], tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    quantization = config["quantization_config"] | changes
-    config["quantization_config"] = {name: value for name, value in quantization.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    stored, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
-    for end, change in tensors.items():
-        value = stored.pop(name + end)
-        if change:
-            stored[name + end] = change(value).contiguous()
-    if state:
-        words = {k: v for k, v in (json.loads(bytes(stored[name + nf4_state].numpy())) | state).items() if v != "gone"}
-        stored[name + nf4_state] = torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8)
-    save_file(stored, folder / "model.safetensors")
-    with pytest.raises(SnugError) as error:
-        GPT.from_pretrained(folder)
-    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -528,39 +467,6 @@ def test_the_plan_is_what_a_run_takes(tmp_path, monkeypatch):
     assert rollout["weights"] < 1.5 * 2**20 and 2 * up < rollout["dequantized weights"] < 8.1 * up
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_a_run_from_bitsandbytes_folder(double, tmp_path, monkeypatch):
-    """It trains, as planned; sampled and evaluated, the folder itself is in NF4, too. Without base_dtype it is plain."""
-    never_stop(monkeypatch)
-    monkeypatch.setattr(nf4, "PIECE", 32)  # smaller than q, k and v; a plan knows only their fused matrix
-    folder = Path(shutil.copytree(FOLDERS[double], tmp_path / "model"))
-    get_tokenizer("bytes").save(folder)
-    words = f"--init_from={folder} --digits=2 --device=cpu --eval_prompts=0 --max_iters=2 --batch_size=2 --group_size=4"
-    words = [*words.split(), "--max_new_tokens=8", "--beta=0.1", "--learning_rate=0.01", f"--out_dir={tmp_path}/run"]
-    prepared = prepare(*read_settings(GRPOSettings, [*words, *LORA])[:2])
-    planned = assert_planned(prepared)
-    assert prepared.settings.base_dtype == "nf4"
-    log = read_log(tmp_path / "run")
-    assert log[0]["kl"] == 0 < log[-1]["kl"] and log[0]["grad_norm"] > 0
-    itself, _, settings, *_ = load_run(str(folder), "cpu")
-    assert settings.dtype == "float32" and find_run(folder).state["settings"]["dtype"] == "auto"  # as for training
-    assert isinstance(itself.blocks[0].mlp.up.weight, NF4)
-    values = values_in(itself)
-    weights = weights_of(load_run(tmp_path / "run", "cpu").model)
-    matrices = {name: weight for name, weight in weights.items() if isinstance(weight, NF4)}
-    assert len(matrices) == 4
-    assert all(torch.equal(weight.dequantized(torch.float32), values[name]) for name, weight in matrices.items())
-    held = [t for m in matrices.values() for q in m.parts.values() for t in (*q, m.pairs, m.counters) if t is not None]
-    held = sum({id(t): t.nbytes for t in [*held, *load_run(tmp_path / "run", "cpu").model.parameters()]}.values())
-    maps = 3 * 1032 if double else 0  # of three parts more than in the plan
-    assert held - maps == planned.phases["optimizer"][1]["weights"]
-    bits = 8 * sum(t.nbytes for m in matrices.values() for q in m.parts.values() for t in q[:2])
-    assert bits / sum(m.numel() for m in matrices.values()) == (4.125 if double else 4.5)
-    plain = prepare(*read_settings(GRPOSettings, words)[:2])
-    whole = plan(DryRun(plain, grpo.iterate), plain.settings)
-    assert whole.phases["train"][1]["weights"] > planned.phases["train"][1]["weights"]
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -585,9 +491,7 @@ def test_options_that_cannot_be(words, said):
 
 
 def write_golden():
-    """Needs bitsandbytes and transformers."""
-    import transformers
-
+    """Needs bitsandbytes."""
     weight = weights_in(torch.bfloat16, (96, 192))
     golden = {"weight": weight}
     import bitsandbytes.functional as theirs
@@ -603,31 +507,6 @@ def write_golden():
             state.dtype = dtype
             golden[f"{double}.{dtype}"] = theirs.dequantize_4bit(q.codes[:, None], state)[:rows].clone()
     save_file(golden, GOLDEN)
-    shape = dict(vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
-    shape |= dict(num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).bfloat16()
-    plain.save_pretrained(DATA / "plain")
-    for double, folder in FOLDERS.items():
-        options = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
-        config = transformers.BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.bfloat16)
-        loaded = dict(quantization_config=config, dtype=torch.bfloat16, device_map="cpu")
-        model = transformers.AutoModelForCausalLM.from_pretrained(DATA / "plain", **loaded)
-        model.save_pretrained(folder)
-        matrices = {}
-        for name, layer in model.named_modules():
-            if "proj" in name:
-                codes, state = layer.weight.data, layer.weight.quant_state
-                matrices[f"{name}.weight"] = digest(theirs.dequantize_4bit(codes.view(-1, 1), state))
-        (folder / "dequantized.json").write_text(json.dumps(matrices, indent=1) + "\n")
-        (folder / "generation_config.json").unlink()
-    shutil.rmtree(DATA / "plain")
-    for file in [GOLDEN, *DATA.glob("nf4_*/*")]:
-        file.chmod(0o644)
-
-
-def digest(matrix):
-    return hashlib.sha256(matrix.contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 if __name__ == "__main__":

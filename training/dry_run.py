@@ -22,7 +22,6 @@ from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import quantize
 from snug.memory.ledger import component
 from snug.memory.limits import Limits, reference_batches
-from snug.pretrained.shapes import double_quant, is_pretrained
 from training.figures import Scored
 from training.optimizer import make_optimizer
 from training.state import Training
@@ -50,9 +49,7 @@ class DryRun:
         reference, teacher = load_reference(prepared, device), load_teacher(prepared, device)
         model = make_model(shape, device, settings.param_dtype)
         if settings.base_dtype:
-            origin = prepared.origin  # a folder in NF4 may have plain scales
-            stored = double_quant(origin.path) if origin and is_pretrained(origin.path) else None
-            hold_in_nf4(model, device, double=stored is not False)
+            hold_in_nf4(model, device)
         with meter.phase("load"):
             torch.empty(0)  # a phase without any tensor has no peak
             if settings.base_dtype:

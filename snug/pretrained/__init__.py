@@ -1,12 +1,11 @@
 """Models as Hugging Face lays them out: folders in and out, bit for bit; owner/name on the hub becomes a folder.
 
-    shapes        read_config, read_shape, config_of, family_of, is_pretrained, double_quant, stored_dtype
+    shapes        read_config, read_shape, config_of, family_of, is_pretrained, stored_dtype
     tensors       look_at_weights, then read_weights; save_pretrained, entries, appearing, fingerprint
     hub           local_folder, hub_name
     adapters      find_base, save_adapters: PEFT's folders
-    bitsandbytes  matrices in 4 bits; for tensors alone
 
 A shape is a dict of the keywords of model.GPTConfig; a model needs only parameters with its names. Nothing here
-imports torch before tensors are read or written. Left out: the model, pickles, folders in other quantizations than NF4,
-other architectures than GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+imports torch before tensors are read or written. Left out: the model, pickles, quantized weights,
+other architectures than those of families.toml.
 """

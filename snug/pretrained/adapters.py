@@ -16,11 +16,11 @@ from pathlib import Path
 
 from snug.options import SnugError, in_one_line
 from snug.options.typed import Fields
-from snug.pretrained.bitsandbytes import TYPES
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import read_config, read_shape
 from snug.pretrained.tensors import (
     PEFT,
+    TYPES,
     adapters_in,
     appearing,
     entries,

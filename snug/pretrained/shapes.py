@@ -46,19 +46,11 @@ def read_config(folder: str | Path) -> dict:
     if c.get("model_type", str) == "gemma3":  # with eyes; what it reads is a gemma3_text
         config |= c.part("text_config").values | dict(model_type="gemma3_text")
     c.want("model_type", *ARCHITECTURES)
-    if quantization := c.get("quantization_config", dict, {}):
-        quantized = Fields(
-            {"bnb_4bit_quant_type": "fp4"} | quantization, f"{path}: quantization_config"
+    if config.get("quantization_config"):
+        raise SnugError(
+            f"{path}: the weights are quantized; name the folder in bfloat16, with --base_dtype=nf4 for 4 bits"
         )
-        quantized.want("quant_method", "bitsandbytes")
-        quantized.want("bnb_4bit_quant_type", "nf4")
     return config
-
-
-def double_quant(folder: str | Path) -> bool | None:
-    """Are the scales of a folder in NF4 quantized, too? None: the folder is not quantized. Raises SnugError."""
-    quantization = read_config(folder).get("quantization_config")
-    return bool(quantization.get("bnb_4bit_use_double_quant")) if quantization else None
 
 
 def stored_dtype(folder: str | Path) -> str | None:

@@ -8,8 +8,7 @@
 shapes and types once, by the files' headers, before there is memory for a model. Then `read_weights` copies tensors one
 by one and casts them.
 
-Left out: pickles, quantized weights except NF4 (bitsandbytes.py), mixtures of experts. Tests:
-tests/test_pretrained.py.
+Left out: pickles, quantized weights, mixtures of experts. Tests: tests/test_pretrained.py.
 """
 
 import hashlib
@@ -24,17 +23,16 @@ from safetensors import SafetensorError, safe_open
 
 from snug.options import SnugError, in_one_line
 from snug.options.progress import counted
-from snug.pretrained.bitsandbytes import parts_of, quantized
 from snug.pretrained.shapes import (
     ARCHITECTURES,
     TABLE,
     config_of,
-    double_quant,
     family_of,
     read_config,
     read_shape,
 )
 
+TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
@@ -56,10 +54,6 @@ class Entry(NamedTuple):
     rows: int
     start: int = 0
     transposed: bool = False  # GPT-2's matrices are (in, out)
-
-    @property
-    def is_matrix(self):
-        return self.ours.startswith("blocks.") and len(self.shape) == 2
 
 
 def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
@@ -161,32 +155,32 @@ def opened(file: Path, framework: str = "numpy") -> safe_open:
 
 
 def look_at_weights(folder: Path) -> dict:
-    """Each Entry that the config's shape needs -> {end: (name, file)} of its tensors. What `read_weights` takes.
+    """Each Entry that the config's shape needs -> (name, file) of its tensor. What `read_weights` takes.
 
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
     the HEAD of a tied model may be there; `read_weights` compares it with the embedding. Raises SnugError.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
-    double, surplus = double_quant(folder), []
-    places = {entry: {} for entry in entries(shape, family, shape["vocab_size"])}
-    missing = {entry.name + end: (entry, end) for entry in places for end in parts_of(entry, double)}
+    places, surplus = dict.fromkeys(entries(shape, family, shape["vocab_size"])), []
+    missing = {entry.name: entry for entry in places}
+    embedding = next(iter(places))
     for file in weight_files(folder):
         with opened(file) as tensors:
             for name in tensors.keys():
                 whole = name.replace("language_model.", "")
                 whole = whole if whole in missing else PREFIXES[family] + whole
                 if whole in missing:
-                    entry, end = missing.pop(whole)
-                    places[entry][end] = name, file
-                    tensor, (expected, types) = tensors.get_slice(name), parts_of(entry, double)[end]
+                    entry = missing.pop(whole)
+                    places[entry] = name, file
+                    tensor = tensors.get_slice(name)
                     size, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                    if size != (expected or size) or dtype not in types:
+                    if size != entry.shape or dtype not in TYPES:
                         raise SnugError(
-                            f"{file}: {name} has the type {dtype} and the shape {size}; needed are {types} and "
-                            f"{expected}; use the folder with the bfloat16 weights"
+                            f"{file}: {name} has the type {dtype} and the shape {size}; needed are {TYPES} and "
+                            f"{entry.shape}; use the folder with the bfloat16 weights"
                         )
                 elif whole.endswith(HEAD):
-                    places[next(iter(places))][HEAD] = name, file  # beside the embedding
+                    places[embedding._replace(name=HEAD)] = name, file
                 elif not (name.endswith(BUFFERS) or is_of_eyes(name)):
                     surplus.append(name)
     if missing or surplus:
@@ -223,33 +217,30 @@ def fingerprint(folder: Path) -> str:
 def read_weights(places: dict, model, adapters=None, scale=0.0):
     """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
 
-    places: `look_at_weights` of the folder. A matrix in NF4 gets what the folder has in NF4, or quantizes what it has.
-    A parameter gets it dequantized.
+    places: `look_at_weights` of the folder.
     adapters: a file for these weights, as adapters.find_base has it; each becomes part of its matrix: W + scale * B A,
     in float32 and rounded once.
     """
     import torch
 
-    from snug.kernels.nf4 import NF4, Quantized, weights_of
+    from snug.kernels.nf4 import NF4, weights_of
 
     weights = weights_of(model)
     theirs = adapters_in(adapters) if adapters else {}
-    for entry, parts in counted(places.items(), "tensors", "loading"):
-        ours, (name, file) = weights[entry.ours], parts[""]
+    for entry, (name, file) in counted(places.items(), "tensors", "loading"):
+        ours = weights[entry.ours]
         with torch.no_grad(), in_one_line(f"{file}: {name} cannot be read"):
-            tensors = {end: read_tensor(*place) for end, place in parts.items()}
-            head = tensors.pop(HEAD, None)
-            value = tensors[""] if len(tensors) == 1 else quantized(tensors, ours.device)
-            if head is not None and not torch.equal(head.to(value), value):
-                raise SnugError(
-                    f"{HEAD} is another matrix, but config.json says tie_word_embeddings=true: write false there"
-                )
+            value = read_tensor(name, file)
             value = value.t() if entry.transposed else value
             if isinstance(ours, NF4):
                 ours.copy_(value, entry.start)
                 continue
-            if isinstance(value, Quantized):
-                value = NF4(entry.shape, ours.device).copy_(value).dequantized(torch.float32)
+            if (entry.name, entry.ours) == (HEAD, "embedding.weight"):
+                if not torch.equal(value.to(ours), ours):
+                    raise SnugError(
+                        f"{HEAD} is another matrix, but config.json says tie_word_embeddings=true: write false there"
+                    )
+                continue
             pair = [theirs.get(f"{PEFT}{entry.name[:-6]}lora_{half}.weight") for half in "AB"]
             if all(pair):
                 value = value.float()
