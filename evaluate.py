@@ -254,17 +254,11 @@ def compare(options: EvaluateSettings, models: list[Prepared]):
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
     lines, samples = [], []
-    generators = generator_state()  # an environment may draw from them
     for each in models:
-        restore_generators(generators)
         summary, rows = run_evaluation(loaded(each, options), each, options)
         lines += table(summary)
         samples.append(rows)
-    lines += verdict(comparison(*samples))
-    a, b = [each.settings.dtype for each in models]
-    if a != b:
-        lines.append(f"A computes in {a}, B in {b}: their completions part by rounding, too")
-    say(plain("\n".join(lines)))
+    say(plain("\n".join(lines + verdict(comparison(*samples)))))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Four prompts, answered wrong, wrong, right, right by A and right, right, right, 
 Three random signs make a sum of 1 or more always: sign_flip([1, 1, 0, -1]) = 1.
 
 evaluate.py makes two lists of samples in the same order. With the same seed token t of row i is drawn with the same
-number in both, so completions are the same up to where the models differ. runs/verdict.py compares runs by their seeds:
-random signs of fewer than six pairs never have p < 0.05, so it takes Student's distribution.
+number in both, so completions are the same up to where the models differ. runs/verdict.py compares runs by their seeds;
+random signs of fewer than six pairs never have p < 0.05.
 
 Left out: corrections of p for several looks. Tests: tests/test_pairs.py, tests/test_verdict.py.
 """
@@ -20,7 +20,6 @@ from data.scores import Z
 
 PARTS = 720_720 * 64  # of 1: all means of up to 16 whole numbers, or of 2^n, are whole numbers of parts
 MOST = 100_000  # units that differences add up to; finer ones are rounded
-FIGURES = ("right", "reward", "length", "stopped")
 
 
 def sign_flip(d: np.ndarray) -> float:
@@ -61,16 +60,14 @@ def compared(pairs: list[tuple[float, float]]) -> dict:
     )
 
 
-def student(df: int):
-    """Student's t distribution -> values (n,), the probability to be below each (n,).
-
-    t = sqrt(df) tan(angle), where the density of the angle is proportional to cos(angle)^(df - 1).
-    """
-    shares = (np.arange(10_000) + 0.5) / 10_000
-    angles = math.pi * (shares - 0.5)
-    density = np.cos(angles) ** (df - 1)
-    chances = (density.cumsum() - density / 2) / density.sum()
-    return np.tan(angles) * math.sqrt(df), chances
+def said(row: dict) -> str:
+    """`compared` -> "A 0.952, B 0.901, B - A -0.051 (-0.081 to -0.021), up in 0 and down in 5, p = 0.062"."""
+    a, b = row["a"], row["b"]
+    interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
+    return (
+        f"A {a:.3f}, B {b:.3f}, B - A {b - a:+.3f} ({interval}), up in {row['up']} and down in {row['down']}, "
+        f"p = {row['p']:.2g}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -78,7 +75,7 @@ def student(df: int):
 
 
 def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
-    """Samples of A and of B -> {"greedy right": `compared`, ..., "sampled right": ...}.
+    """Samples of A and of B -> {"greedy right": `compared`, "sampled right": ..., "sampled reward": ...}.
 
     A prompt that is repeated counts once, with its mean. reward: if all completions were scored, and it is more than
     right and wrong.
@@ -88,29 +85,22 @@ def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
         kinds["greedy" if a["greedy"] else "sampled"][json.dumps(a["prompt"])].append((a, b))
     figures = {}
     for kind, prompts in kinds.items():
-        for name in FIGURES:
-            values = [[(a[name], b[name]) for a, b in pairs] for pairs in prompts.values()]
-            right = [[(a["right"], b["right"]) for a, b in pairs] for pairs in prompts.values()]
-            unscored = any(None in pair for pairs in values for pair in pairs)
-            if not unscored and (name != "reward" or values != right):
-                figures[f"{kind} {name}"] = compared([np.mean(pairs, axis=0) for pairs in values])
+        means = []
+        for pairs in prompts.values():
+            values = [[(s["right"], s["reward"]) for s in pair] for pair in pairs]
+            means.append(np.array(values, dtype=float).mean(axis=0).T)  # None, not scored, is NaN
+        right, reward = zip(*means, strict=True)
+        figures[f"{kind} right"] = compared(right)
+        if np.isfinite(reward).all() and not np.array_equal(right, reward):
+            figures[f"{kind} reward"] = compared(reward)
     return figures
 
 
 def verdict(figures: dict[str, dict]) -> list[str]:
     """`comparison` -> lines for people: the figures, and whether B is better, by sampled answers if there are any."""
-    lines = [f"{'':16}      A        B     B - A   95 % interval       p        prompts up, down"]
-    for name, row in figures.items():
-        a, b, p = row["a"], row["b"], row["p"]
-        cells = [
-            f"  {name:16}{a:8.3f}{b:9.3f}{b - a:+10.3f}",
-            f"{row['low']:+.3f} to {row['high']:+.3f}",
-            f"{p:<8.2g} {row['up']}, {row['down']}",
-        ]
-        lines.append("   ".join(cells))
-        if name.endswith("right"):
-            result = "no difference to see"
-            if p < 0.05:
-                result = f"B is {'better' if b > a else 'worse'}"
-            result += f": {name} {b - a:+.3f}, p = {p:.2g}"
-    return [*lines, result]
+    lines = [f"{name}: {said(row)}" for name, row in figures.items()]
+    name, row = [item for item in figures.items() if item[0].endswith("right")][-1]
+    result = "no difference to see"
+    if row["p"] < 0.05:
+        result = f"B is {'better' if row['b'] > row['a'] else 'worse'}"
+    return [*lines, f"{result}: {name}, p = {row['p']:.2g}"]

@@ -64,21 +64,16 @@ def prepare_evaluation(
 
 
 def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second: str):
-    """Two models, with the task and the options of the one that is a run; of the second, if both are.
-
-    -> what `prepare` makes of each. Raises SnugError, also for runs of different tasks.
-    """
+    """Two models, with the task and the options of the second if it is a run, else of the first -> what `prepare`
+    makes of each. Raises SnugError."""
     if options.samples_file not in ("", "none"):
         raise SnugError(
             f"samples_file={options.samples_file}: of two models no samples are written; evaluate each alone"
         )
     options = replace(options, samples_file="none")
-    runs = [find_run(folder, tensors=()) for folder in (first, second)]
-    tasks = [settings_of(run.state).task for run in runs]
-    if all(tasks) and tasks[0] != tasks[1] and not options.task:
-        both = f"{first} is a run of {tasks[0]}, {second} of {tasks[1]}"
-        raise SnugError(f"{both}; name the task of both, such as --task={tasks[1]}")
-    source = runs[1] if tasks[1] else runs[0]
+    source = find_run(second, tensors=())
+    if not settings_of(source.state).task:
+        source = find_run(first, tensors=())
     return [prepare_evaluation(options, given, folder, source=source)[0] for folder in (first, second)]
 
 
@@ -114,6 +109,6 @@ def samples_file(options: EvaluateSettings, default: Path) -> Path | None:
         if file.is_dir():
             raise SnugError("it is a folder")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(buffering=0, dir=file.parent) as probe:  # before hours of sampling
-            probe.write(b" ")
+        with TemporaryFile(buffering=0, dir=file.parent) as trial:  # before hours of sampling
+            trial.write(b" ")
     return file

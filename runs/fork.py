@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs.checkpoint import checkpoints, iteration_of
-from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, LogOptions
 from snug.options import (
@@ -45,7 +44,7 @@ class ForkSettings(GRPOSettings):
     usual = "at seeds max_iters out_dir"
 
     at: int = option(0, "branch after N iterations; 0: the newest checkpoint")
-    seeds: int = option(5, "pairs of branches, each of another seed; the first is the run's", minimum=1)
+    seeds: int = option(6, "pairs of branches, each of another seed; the first is the run's", minimum=1)
 
 
 def main(settings: ForkSettings, given: set[str], folder: str):
@@ -53,8 +52,7 @@ def main(settings: ForkSettings, given: set[str], folder: str):
     changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
     if odd := given & {"probe", "plan", "resume"}:
         raise SnugError(f"a branch trains; leave out {', '.join(sorted(odd))}")
-    options = changed | {"resume": folder}
-    run = prepare(*make_settings(GRPOSettings, "", options)).settings
+    run = prepare(*make_settings(GRPOSettings, "", changed | {"resume": folder})).settings
     starts = {iteration_of(path): path for path in checkpoints(folder)}
     at = settings.at or max(starts)
     if at not in starts:
@@ -63,51 +61,36 @@ def main(settings: ForkSettings, given: set[str], folder: str):
     if at >= run.max_iters:
         raise SnugError(f"{folder} ends after {run.max_iters} iterations; go on: --max_iters={at + 20}")
 
-    place = settings.out_dir if "out_dir" in given else f"{Path(folder)}-at{at}"
-    of_both, other = {}, []
+    words = {}
     for name, value in changed.items():
-        if name in OF_BOTH:
-            of_both[name] = value
-        else:
-            shown = ",".join(map(str, value)) if isinstance(value, list) else value
-            other.append(f"{name}={shown}")
-    arms = {"same": of_both, ",".join(other).replace("/", "_") or "same": changed}
+        words[name] = f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+    of_both = [word for name, word in words.items() if name in OF_BOTH]
+    other = [word for name, word in words.items() if name not in OF_BOTH]
+    arms = {"same": of_both, ",".join(other).replace("/", "_") or "same": of_both + other}
+    place = settings.out_dir if "out_dir" in given else f"{Path(folder)}-at{at}"
     for seed in range(run.seed, run.seed + settings.seeds):
         for name, options in arms.items():
             branch = Path(place, f"{name}-seed{seed}")
-            copy_start(starts[at], branch)
-            train(branch, options | dict(seed=seed, resume=str(branch)), run.max_iters)
+            train(starts[at], branch, [*options, f"seed={seed}", f"resume={branch}"], run.max_iters)
     patterns = [f"{shlex.quote(f'{place}/{name}')}-*" for name in arms]
     say(f"next: python report.py {' '.join(patterns)}")
 
 
-def copy_start(start: Path, branch: Path):
-    """Copy a checkpoint and its run's log, if they are not there. Raises SnugError if another run's are."""
+def train(start: Path, branch: Path, options: list[str], end: int):
+    """Train a branch from a copy of the checkpoint until `end`, if it is not there. Exits if that fails or is
+    stopped."""
     if not (branch / "log.jsonl").exists():
         with in_one_line(f"{branch} cannot be written to"):
             shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
             shutil.copy(start.parent / "log.jsonl", branch)
-    before, there = [
-        [record for record in read_log(folder) if record["iter"] < iteration_of(start)]
-        for folder in (start.parent, branch)
-    ]
-    if there != before:
-        raise SnugError(f"{branch} is a branch of another run; move it away")
-
-
-def train(branch: Path, options: dict, end: int):
-    """Train a branch until `end`, if it is not there. Exits if that fails or is stopped."""
-    config = branch / "options.py"
-    lines = [f"{name} = {value!r}\n" for name, value in options.items()]
-    with in_one_line(f"{config} cannot be written"):
-        config.write_text("".join(lines))
-    if not is_done(branch, end):
-        say(f"branch {branch}")
-        signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets it too; it saves and ends
-        code = subprocess.call([sys.executable, SCRIPT, config])
-        if code or not is_done(branch, end):
-            say("stopped; the same command goes on")
-            sys.exit(code)
+    if is_done(branch, end):
+        return
+    say(f"branch {branch}")
+    signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets it too; it saves and ends
+    code = subprocess.call([sys.executable, SCRIPT, *(f"--{option}" for option in options)])
+    if code or not is_done(branch, end):
+        say("stopped; the same command goes on")
+        sys.exit(code)
 
 
 def is_done(branch: Path, end: int) -> bool:

@@ -3,7 +3,7 @@
 The thresholds come from runs that went wrong elsewhere. They are no laws: an easy task ends with most of its groups
 solved, and gets that hint. A run prints a hint once; the log's `hints` names those that hold, in every iteration.
 
-Left out: what guard.py stops. --probe has four figures that the log lacks.
+Left out: what guard.py stops.
 """
 
 import math

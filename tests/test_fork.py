@@ -46,7 +46,7 @@ def started(monkeypatch):
     names, before = [], signal.getsignal(signal.SIGINT)
 
     def call(words):
-        names.append(Path(words[-1]).parent.name)
+        names.append(Path(words[-1].partition("=")[2]).name)
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # the branch saves, and then it ends
         grpo.main(prepare(*read_settings(GRPOSettings, list(map(str, words[2:])))[:2]))
         return 0
@@ -103,12 +103,6 @@ def test_a_fork_goes_on_where_it_stopped(made, started, tmp_path, monkeypatch, c
     for name in RATES:  # of both
         log = read_log(tmp_path / "x" / f"{name}-seed3")
         assert [record["iter"] for record in log if "pass_at_1" in record] == [3, 4, 5]
-    with open(run / "log.jsonl", "r+") as log:  # another run of that name
-        lines = log.readlines()
-        log.seek(0)
-        log.writelines([lines[0].replace('"loss": ', '"loss": 1'), *lines[1:]])
-    with pytest.raises(SnugError, match="same-seed3 is a branch of another run; move it away"):
-        branches(run, *words)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +126,6 @@ def test_branches_and_exports_on_a_full_disk_are_one_line(tmp_path, capsys, made
     with pytest.raises(SnugError, match="x/same-seed3 cannot be written to .*File too large") as error, disk(0):
         branches(made, *words)
     assert "\n" not in str(error.value)
-    with pytest.raises(SnugError, match="options.py cannot be written .*File too large"):
-        shutil.copytree(made, tmp_path / "x/same-seed3", dirs_exist_ok=True)
-        with disk(0):
-            branches(made, *words)
     with pytest.raises(SnugError, match="export: cannot be written .*File too large"), disk(0):
         export.main(ExportSettings(to=str(tmp_path / "export")), str(made))
     assert not (tmp_path / "export").exists()
