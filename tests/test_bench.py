@@ -17,10 +17,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import HOME
-from helpers.commands import write_shrunk_configs
-from helpers.files import source_files
-from helpers.models import make_chat_model
-from helpers.pages import CHROMIUM, make_run, make_samples, page_of
 from model import make_model
 from snug.device.pick import pick_device
 from snug.kernels.nf4 import FEW

@@ -16,7 +16,7 @@ from answers import BAD, BODIES, GOOD, RIGHT, WRONG
 from data import code, make_task, programs
 from data.code import names_in
 from data.programs import POOL, from_plain, judge, to_plain
-from helpers.tasks import BODY, HEAD, HUMAN_EVAL, MBPP
+from helpers.tasks import BODY, HEAD, HUMAN_EVAL, MBPP, written
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError
 
@@ -24,11 +24,6 @@ OWN = dict(prompt=HEAD, tests=["assert f(1) == 2", "assert f(half(4)) == 3"], ca
 IN_WORDS = dict(prompt="Write f, which adds one.", tests=["assert f(1) == 2", "assert set([f(4)]) == {5}"])
 IN_WORDS["canonical_solution"] = MBPP["code"]
 ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, own=OWN, in_words=IN_WORDS)
-
-
-def written(tmp_path, rows, name="rows.jsonl"):
-    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(tmp_path / name)
 
 
 def task_of(path, cls=GRPOSettings, **options):
@@ -203,7 +198,7 @@ SIGNS = "-" * 3000
 def test_rows_that_are_refused(tmp_path, row, problem):
     with pytest.raises(SnugError, match=problem) as error:
         task_of(written(tmp_path, [OWN, row]))
-    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl:2: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path}/data.jsonl:2: ") and "\n" not in str(error.value)
 
 
 def test_a_comment_is_no_test_and_a_definition_before_an_assert_is_one(tmp_path):
@@ -238,11 +233,11 @@ def test_what_was_cut_off_earns_nothing_with_chat(tmp_path, kind, right):
 
 def test_sft_needs_solutions_and_a_packed_file_is_read(tmp_path):
     lines = json.dumps({name: value for name, value in OWN.items() if name != "canonical_solution"})
-    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    assert task_of(str(tmp_path / "rows.jsonl.gz")).size("train") == 1
+    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert task_of(str(tmp_path / "data.jsonl.gz")).size("train") == 1
     with pytest.raises(SnugError, match=r"gz:1: has no canonical_solution"):
         make_task(
-            SFTSettings(task="code", data_file=str(tmp_path / "rows.jsonl.gz"), eval_prompts=0), demonstrations=True
+            SFTSettings(task="code", data_file=str(tmp_path / "data.jsonl.gz"), eval_prompts=0), demonstrations=True
         )
 
 

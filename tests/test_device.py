@@ -15,6 +15,7 @@ import train_sft
 import training.loop
 from helpers import HOME
 from helpers.models import DEVICE
+from helpers.runs import refused
 from interpreted import compiles, cubin_resources
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
@@ -40,14 +41,6 @@ def failing(message, kind=RuntimeError):
         raise kind(message)
 
     return fail
-
-
-def refused(name):
-    """The message of the SnugError: one line."""
-    with pytest.raises(SnugError) as caught:
-        pick_device(name)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture
@@ -81,12 +74,14 @@ def switches():
 def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason_of_torch(h100):
     h100.setattr(torch.cuda, "init", failing(TOO_OLD))
     first_line = TOO_OLD.partition("\n")[0]
-    assert refused("cuda") == f"device='cuda': {first_line}; use another device, or --device=cpu"
+    assert refused(pick_device, "cuda") == f"device='cuda': {first_line}; use another device, or --device=cpu"
     h100.setattr(torch.cuda, "init", failing("Torch not compiled with CUDA enabled", AssertionError))
-    assert refused("cuda:0").startswith("device='cuda:0': Torch not compiled with CUDA enabled;")
+    assert refused(pick_device, "cuda:0").startswith("device='cuda:0': Torch not compiled with CUDA enabled;")
     h100.setattr(torch.cuda, "init", lambda: None)
     h100.setattr(torch.cuda, "set_device", failing("CUDA error: all CUDA-capable devices are busy or unavailable"))
-    assert refused("auto").startswith("device='auto': CUDA error: all CUDA-capable devices are busy or unavailable;")
+    assert refused(pick_device, "auto").startswith(
+        "device='auto': CUDA error: all CUDA-capable devices are busy or unavailable;"
+    )
 
 
 def test_a_command_ends_with_one_line_and_2(tmp_path):
@@ -98,8 +93,8 @@ def test_a_command_ends_with_one_line_and_2(tmp_path):
 
 
 def test_other_devices_are_refused(h100):
-    assert "snug runs on cpu, cuda and mps; use another device, or" in refused("xpu")
-    assert refused("gpu").startswith("device='gpu': ")
+    assert "snug runs on cpu, cuda and mps; use another device, or" in refused(pick_device, "xpu")
+    assert refused(pick_device, "gpu").startswith("device='gpu': ")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -170,7 +165,7 @@ def test_auto_is_mps_where_there_is_no_cuda(mac, h100):
 
 
 def test_without_mps_it_is_refused():
-    assert refused("mps") == (
+    assert refused(pick_device, "mps") == (
         "device='mps': torch finds no MPS, which needs an Apple chip and macOS 14; use another device, or --device=cpu"
     )
     with pytest.raises(SnugError, match="asks a device of the kind mps what is free, and there is none"):

@@ -17,10 +17,10 @@ import torch
 
 import grpo
 from data.episodes import CUT, LONGEST_TOKEN, EpisodeOptions, Episodes, as_text, make_toolbox
-from helpers.episodes import CHATS, HERMES, hermes, sampled, says, tool_of
+from helpers.episodes import CHATS, HERMES, call, hermes, sampled, says, tool_of
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
-from helpers.tokenizers import added, folder_of, qwen_like, tooled, user
+from helpers.tokenizers import added, folder_of, qwen_like, tool, tooled, user
 from runs.prepare import prepare
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings
@@ -209,14 +209,6 @@ def talk(monkeypatch, tokenizer, *turns, prompt=QUESTION, longest=300, functions
 
 def assistant(content, *calls):
     return dict(role="assistant", content=content) | (dict(tool_calls=list(calls)) if calls else {})
-
-
-def call(name, **arguments):
-    return dict(type="function", function=dict(name=name, arguments=arguments))
-
-
-def tool(content, name="calc"):
-    return dict(role="tool", name=name, content=content)
 
 
 def llama(name, **arguments):

@@ -14,11 +14,12 @@ from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
 from data.task import split_of
 from exploits import dressed, harmless
+from helpers.tasks import written
 from settings import GRPOSettings
 from snug.options import SnugError
 
 SAMPLE = Path(__file__).parent / "gsm8k_sample.jsonl"
-LINES = SAMPLE.read_text().splitlines()
+LINES = SAMPLE.read_bytes().splitlines()
 PUBLISHED = os.environ.get("SNUG_GSM8K")  # the folder of the two files
 
 
@@ -28,12 +29,6 @@ def made_up(number):
     answer = f"They have {a}+{b}=<<{a}+{b}={a + b}>>{a + b} pens.\nThat is ${a + b}*2=$<<{a + b}*2={2 * (a + b)}>>{2 * (a + b)}.\n"
     question = f"Ann has {a} pens and Bob {b}. A pen is $2.  What are they worth?"
     return {"question": question, "answer": answer + f"#### {2 * (a + b):,}"}
-
-
-def written(tmp_path, rows, name="train.jsonl"):
-    path = tmp_path / name
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
 
 
 def task_of(path, cls=GRPOSettings, **options):
@@ -363,7 +358,7 @@ BAD = [  # Lines of JSON. test_jsonl.py has lines that are not JSON.
 
 
 def test_a_bad_line_is_named_with_file_and_line(tmp_path):
-    path, lines = tmp_path / "train.jsonl", [text.encode() for text in LINES]
+    path, lines = tmp_path / "train.jsonl", [*LINES]
     for number, (line, message) in enumerate(BAD):
         place = (0, 7, 20)[number % 3]
         path.write_bytes(b"\n".join([*lines[:place], line, *lines[place:]]))

@@ -22,6 +22,7 @@ import grpo
 from data import calls
 from data.rewards import TrainerState, call_all, repeat_columns, total_rewards
 from helpers import HOME
+from helpers.errors import PanicException, Wordless
 from helpers.runs import command, tiny
 from runs.checkpoint import newest
 from runs.log import read_log
@@ -288,10 +289,6 @@ def test_async_functions_that_fail_are_named(late):
     assert str(error.value).startswith(f"reward function bad {said}")
 
 
-class PanicException(BaseException):
-    """As libraries in Rust have it."""
-
-
 KINDS = [ValueError, RecursionError, SystemExit, PanicException, GeneratorExit, asyncio.CancelledError]
 
 
@@ -312,11 +309,6 @@ def test_an_exception_is_named_with_its_place_and_its_traceback_is_kept(kind):
     assert str(error.value) == f"reward function mine raised {kind.__name__}: 'bad luck' at test_reward.py:{line}"
     assert calls == [COMPLETIONS]  # a second call may cost money
     assert "in mine\n    inner()\n" in told(error.value) and told(error.value).endswith(f"\nerror: {error.value}")
-
-
-class Wordless(Exception):
-    def __str__(self):
-        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("error", [Wordless(), SystemExit(3), PanicException("no")], ids=repr)

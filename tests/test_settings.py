@@ -9,6 +9,7 @@ import pytest
 
 from helpers import HOME
 from helpers.files import source_files
+from helpers.runs import refused
 from runs import fork
 from runs.prepare import prepare
 from settings import RULES, EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
@@ -17,15 +18,6 @@ from snug.options import SnugError, parse_value, read_config, read_settings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
 EVERY_OPTION = [(cls, name) for cls in CLASSES for name in options.fields(cls)]
-
-
-def refused(function, *args):
-    """The message of the SnugError that function(*args) raises: one line."""
-    with pytest.raises(SnugError) as caught:
-        function(*args)
-    message = str(caught.value)
-    assert message and "\n" not in message
-    return message
 
 
 def config(tmp_path, text):

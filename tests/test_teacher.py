@@ -14,7 +14,7 @@ from batch import Cut
 from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.peaks import COMMON, GRPO
 from helpers.rollouts import BUDGETS, K, N, assert_same_gradient, make_rollouts, never_stop
-from helpers.runs import figures, limits_of
+from helpers.runs import figures, limits_of, refused
 from interpreted import long
 from loss import policy_loss
 from padded import a_few, padded
@@ -460,13 +460,6 @@ def test_out_of_memory_in_the_teacher_is_survived(places):
 # What is refused
 
 
-def refused(places, tmp_path, **changes):
-    with pytest.raises(SnugError) as caught:
-        run(places, tmp_path / "refused", **changes)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_other_vocabularies_are_refused(places, tmp_path):
     """Another number of ids, other ids of the same number, too few rows, too short; padded rows are fine."""
     student = prepare(GRPOSettings(**RUN | dict(init_from=str(places / "student"))))
@@ -480,23 +473,29 @@ def test_other_vocabularies_are_refused(places, tmp_path):
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     shutil.copytree(tmp_path / "hf", tmp_path / "other")
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
-    found = refused(places, tmp_path, teacher=str(tmp_path / "other"))
+    found = refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "other"))
     assert "is not the model's bytes" in found and "name a teacher with the same tokenizer" in found
     swapped["added_tokens"].append(dict(swapped["added_tokens"][0], id=257, content="<more>"))
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
-    assert "is not the model's bytes" in refused(places, tmp_path, teacher=str(tmp_path / "other"))
+    assert "is not the model's bytes" in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "other"))
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(vocab_size=200)))
-    assert "takes 200 ids and 64 tokens; the run needs 257" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
+    assert "takes 200 ids and 64 tokens; the run needs 257" in refused(
+        run, places, tmp_path / "refused", teacher=str(tmp_path / "hf")
+    )
     (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(n_positions=14)))
-    assert "257 ids and 14 tokens; the run needs 257 and" in refused(places, tmp_path, teacher=str(tmp_path / "hf"))
+    assert "257 ids and 14 tokens; the run needs 257 and" in refused(
+        run, places, tmp_path / "refused", teacher=str(tmp_path / "hf")
+    )
 
 
 def test_missing_teachers_are_refused(places, tmp_path):
-    assert "there is no such run or model" in refused(places, tmp_path, teacher=str(tmp_path / "nowhere"))
+    assert "there is no such run or model" in refused(
+        run, places, tmp_path / "refused", teacher=str(tmp_path / "nowhere")
+    )
     shutil.copytree(places / "teacher", tmp_path / "damaged")
     next(tmp_path.glob("damaged/checkpoint-*/model.safetensors")).write_bytes(b"\0")
-    assert "not what was written" in refused(places, tmp_path, teacher=str(tmp_path / "damaged"))
+    assert "not what was written" in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "damaged"))
     inside = dict(teacher=str(places / "teacher"), out_dir=str(places))
     with pytest.raises(SnugError, match="teacher=.* is in out_dir=.*choose another"):
         prepare(GRPOSettings(**RUN | dict(init_from="") | inside))

@@ -34,6 +34,7 @@ from helpers.tokenizers import (
     mistral_like,
     qwen_like,
     texts,
+    tool,
     tooled,
     unigram,
     user,
@@ -503,10 +504,6 @@ SCHEMA = {
     "type": "function",
     "function": {"name": "calc", "description": 'a "sum" é', "parameters": {"type": "object"}},
 }
-
-
-def tool(content):
-    return dict(role="tool", name="calc", content=content)
 
 
 @pytest.mark.parametrize("name", TOOLED)

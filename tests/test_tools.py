@@ -15,7 +15,8 @@ import pytest
 
 from data.episodes import Episode, EpisodeOptions, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
-from helpers.episodes import tool_of
+from helpers.episodes import call, hermes, tool_of
+from helpers.errors import PanicException, Wordless
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
@@ -294,14 +295,6 @@ either = tool_of("either", lambda a: None, a=int | str)
 SCHEMAS += map(schema_of, (two, both, perhaps, either))
 
 
-def call(name, **arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def hermes(name, **arguments):
-    return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments))}\n</tool_call>"
-
-
 ONE = hermes("calc", expression="1+1")
 READ = [  # form, text, content, calls
     ("hermes", f"{ONE}\n{hermes('f', a=[1, None])} x", "x", [call("calc", expression="1+1"), call("f", a=[1, None])]),
@@ -552,15 +545,6 @@ CALLS = [
 @pytest.mark.parametrize("tool_call, text, failed", CALLS)
 def test_what_a_call_answers(tool_call, text, failed):
     assert call_tool(FUNCTIONS, tool_call, 10) == (text, failed)
-
-
-class PanicException(BaseException):
-    """As libraries in Rust have it."""
-
-
-class Wordless(Exception):
-    def __str__(self):
-        raise ZeroDivisionError
 
 
 ENDS = [

@@ -117,5 +117,9 @@ def sampled(monkeypatch, tokenizer, episodes, turns, longest):
     return sample_groups(model, prompts, k, longest, respond=script.follow(episodes.respond), **stops)
 
 
+def call(name, **arguments):
+    return dict(type="function", function=dict(name=name, arguments=arguments))
+
+
 def hermes(name, **arguments):
     return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments), ensure_ascii=False)}\n</tool_call>"

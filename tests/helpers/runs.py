@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -28,7 +29,7 @@ from runs.prepare import Prepared, prepare
 from runs.saver import Saver
 from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from snug.memory import Limits
-from snug.options import read_settings
+from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
 from training.optimizer import make_optimizer, optimizer_step
 
@@ -53,6 +54,15 @@ def figures(folder):
     """A run's log without what is measured, which no run has twice."""
     measured = ("time_", "tokens_per_second", "mem_")
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in read_log(folder)]
+
+
+def refused(function, *arguments, **options):
+    """The message of the SnugError that the function raises: one line."""
+    with pytest.raises(SnugError) as caught:
+        function(*arguments, **options)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
 
 
 def tiny(tmp_path, **changes):

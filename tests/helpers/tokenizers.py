@@ -206,6 +206,10 @@ def user(content, role="user"):
     return dict(role=role, content=content)
 
 
+def tool(content, name="calc"):
+    return dict(role="tool", name=name, content=content)
+
+
 def tooled(path, name):
     family, template, end, _ = TOOLED[name]
     config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template, eos_token=end, bos_token="<s>")
