@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import sample
-from helpers import HOME
 from helpers.hub import NEW, OLD, put
 from helpers.models import make_model
 from helpers.runs import LORA, ONE_DIGIT, run_grpo

@@ -7,10 +7,8 @@ import random
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,14 +16,11 @@ from safetensors.torch import load_file
 
 import agents
 import grpo
-from data.episodes import EpisodeOptions, Episodes, make_toolbox
 from data.tools import parse_calls, schema_of
 from evaluate import prepare_evaluation, run_evaluation
 from helpers import HOME
-from helpers.episodes import CHATS, hermes, sampled
 from helpers.models import DEVICE
 from helpers.runs import assert_same_weights, figures, told
-from helpers.tokenizers import folder_of, user
 from padded import a_few, padded
 from runs import loading
 from runs.checkpoint import newest
@@ -412,70 +407,11 @@ def test_a_plan_covers_what_tools_write(slots, tmp_path, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# TRL
-
-
-def environment_of_trl():
-    """-> HarborBashEnv, unchanged, of TRL's file. Importing all of TRL would take long."""
-    package = find_spec("trl")
-    file = package and Path(package.origin).parent / "experimental/harbor/_env.py"
-    if not file or not file.exists():
-        pytest.skip("TRL is not installed: pip install -r requirements-long.txt")
-    spec = spec_from_file_location("harbor_of_trl", file)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.HarborBashEnv.__del__ = lambda self: None  # TRL's waits at the end of the process for a thread that is gone
-    return module.HarborBashEnv
-
-
-class Machine:
-    """In place of Harbor's: it echoes."""
-
-    async def exec(self, command, timeout_sec):
-        return SimpleNamespace(stdout=command.removeprefix("echo "), stderr="", return_code=0)
-
-
-@pytest.mark.long
-def test_an_environment_of_trl(tmp_path, monkeypatch):
-    """A machine whose only tool is a shell; only Harbor is replaced. Its `reward` is a property, which is read at the end."""
-    bash = environment_of_trl()
-    started, verified = [], []
-
-    async def start(self, task_dir):
-        started.append(task_dir)
-        self._env = Machine()
-        return f"Say {task_dir}."
-
-    async def verify(self):
-        verified.append(self)
-        return 0.5
-
-    monkeypatch.setattr(bash, "_start", start)
-    monkeypatch.setattr(bash, "_verify", verify)
-    family, template, end = CHATS["hermes"]
-    config = dict(chat_template=template, eos_token=end)
-    tokenizer = get_tokenizer(folder_of(tmp_path, family(), tokenizer_config=config))
-    toolbox = make_toolbox(EpisodeOptions(environment="E"), tokenizer, dict(E=bash))
-    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["bash"] and not toolbox.reward_functions()
-    rows = [dict(prompt=[user(f"Task {name}: ")], task_dir=name) for name in "ab"]
-    episodes = Episodes(toolbox, tokenizer, rows, 2)
-    assert started == list("aabb") and not verified
-    assert episodes.rows[1]["prompt"][0]["content"].startswith("Task b: Say b.")
-    turns = [[hermes("bash", command=f"echo {i}"), "Done."] for i in range(3)] + [[hermes("bash", cmd="ls"), "Oh."]]
-    rollouts = sampled(monkeypatch, tokenizer, episodes, turns, 300)
-    completions = episodes.finish(rollouts)
-    assert [messages[1]["content"] for messages in completions[:3]] == list("012") and not verified
-    assert "unexpected keyword argument" in completions[3][1]["content"] and rollouts.stopped.all()
-    environments = episodes.columns()["environments"]
-    assert [environment.reward for environment in environments] == [0.5] * 4 and verified == environments
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Environments that draw, as in TRL's documentation
 
 
 class Counter:
-    """Count up to a number that `reset` draws."""
+    """Its first text is a goal that `reset` draws; the reward is how near the calls came."""
 
     draw = random.Random(5)
 

@@ -1,7 +1,6 @@
 """GSM8K: which texts are which numbers, the task's rows, and files that are refused."""
 
 import json
-import os
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +19,6 @@ from snug.options import SnugError
 
 SAMPLE = Path(__file__).parent / "gsm8k_sample.jsonl"
 LINES = SAMPLE.read_bytes().splitlines()
-PUBLISHED = os.environ.get("SNUG_GSM8K")  # the folder of the two files
 
 
 def made_up(number):
@@ -86,121 +84,20 @@ def test_last_number():
 
 # A text with a dash and what it ends with. No digits stand before it in the first, so its number is negative.
 MINUS = [
-    "is -5",
-    "is - 5",
-    "= -5",
-    "= - 5",
-    "=-5",
-    "=\u20135",
-    "= \u2013 5",
-    "is \u2212 5",
-    "is \u20105",
-    "is \u20115",
-    "is \u2012 5",
-]
-MINUS += [
-    "is \uff0d5",
-    "is \ufe635",
-    "is -\u00a05",
-    "is  -  5",
-    "(-5)",
-    "[-5]",
-    "{- 5}",
-    "| - 5 |",
-    "-5",
-    "- 5",
-    "a\n-5",
-    "12\n-5",
-]
-MINUS += [
-    "is -$5",
-    "is - $5",
-    "is $-5",
-    "is - $ 5",
-    "is -\\$5",
-    "$- 5$",
-    "$-5$",
-    "is -\u20ac5",
-    "is \u2013 \u00a35",
-    "\\(-5\\)",
-    "**-5**",
-]
-MINUS += [
-    "is **-5**",
-    "is -**5**",
-    "is - **5**",
-    "is - *5*",
-    "is `-5`",
-    "is negative 5",
-    "is Negative 5",
-    "is minus $5",
-    "= minus 5",
-]
-MINUS += [
-    "it's - 5",
-    "a - 5",
-    "so: - 5",
-    "3 -5",
-    "3 - -5",
-    "3 * -5",
-    "12 apples, so - 5",
-    "that\u2019s - 5.",
-    "is -5%",
-    "-5.0",
-    "-005",
-]
+    "is -5", "is - 5", "= -5", "= - 5", "=-5", "=\u20135", "= \u2013 5", "is \u2212 5", "is \u20105", "is \u20115",
+    "is \u2012 5", "is \uff0d5", "is \ufe635", "is -\u00a05", "is  -  5", "(-5)", "[-5]", "{- 5}", "| - 5 |", "-5",
+    "- 5", "a\n-5", "12\n-5", "is -$5", "is - $5", "is $-5", "is - $ 5", "is -\\$5", "$- 5$", "$-5$", "is -\u20ac5",
+    "is \u2013 \u00a35", "\\(-5\\)", "**-5**", "is **-5**", "is -**5**", "is - **5**", "is - *5*", "is `-5`",
+    "is negative 5", "is Negative 5", "is minus $5", "= minus 5", "it's - 5", "a - 5", "so: - 5", "3 -5", "3 - -5",
+    "3 * -5", "12 apples, so - 5", "that\u2019s - 5.", "is -5%", "-5.0", "-005",
+]  # fmt: skip
 OPERATOR = [
-    "3-5",
-    "3 - 5",
-    "3  -  5",
-    "3 -  5",
-    "3- 5",
-    "3\u20135",
-    "3 \u2013 5",
-    "3 \u2212 5",
-    "3 minus 5",
-    "x-5",
-    "x - 5",
-    "5x - 5",
-    "x\u00b2 - 5",
-]
-OPERATOR += [
-    "(3) - 5",
-    "[3] - 5",
-    "{3} - 5",
-    "50% - 5",
-    "50%-5",
-    "90\u00b0 - 5",
-    "$3$ - 5",
-    "3\u20ac - 5",
-    "**3** - 5",
-    "3 - $5",
-    "3 - **5**",
-]
-OPERATOR += [
-    "x_-5",
-    "top-5",
-    "COVID-5",
-    "3+-5",
-    "3--5",
-    "--5",
-    "B - 5",
-    "so \u2014 5",
-    "so\u20145",
-    "is 5 -",
-    "is +5",
-    "= + 5",
-    "is -\n5",
-]
-OPERATOR += [
-    "They are\n- 5",
-    "They are\n  - 5 apples",
-    "They are\n- **5**",
-    "12\n\u2013 5",
-    "3 - 0, 5",
-    "-3, 5",
-    "-3 is 5",
-]
+    "3-5", "3 - 5", "3  -  5", "3 -  5", "3- 5", "3\u20135", "3 \u2013 5", "3 \u2212 5", "3 minus 5", "x-5",
+    "x - 5", "5x - 5", "x\u00b2 - 5", "(3) - 5", "[3] - 5", "{3} - 5", "50% - 5", "50%-5", "90\u00b0 - 5",
+    "$3$ - 5", "3\u20ac - 5", "**3** - 5", "3 - $5", "3 - **5**", "x_-5", "top-5", "COVID-5", "3+-5", "3--5", "--5",
+    "B - 5", "so \u2014 5", "so\u20145", "is 5 -", "is +5", "= + 5", "is -\n5", "They are\n- 5",
+    "They are\n  - 5 apples", "They are\n- **5**", "12\n\u2013 5", "3 - 0, 5", "-3, 5", "-3 is 5",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", MINUS)
@@ -214,21 +111,9 @@ def test_a_dash_behind_a_number_a_letter_or_a_line_is_no_sign(text):
 
 
 EIGHTEEN = [
-    "18",
-    "**18**",
-    "__18__",
-    "*18*",
-    "***18***",
-    "`18`",
-    "$18$",
-    "**$18**",
-    "$\\$18$",
-    "\\$18",
-    "\\(18\\)",
-    "+18",
-    "+ 18",
-]
-EIGHTEEN += ["**18** apples", "**18.00**", "\u20ac18", "$ 18"]
+    "18", "**18**", "__18__", "*18*", "***18***", "`18`", "$18$", "**$18**", "$\\$18$", "\\$18", "\\(18\\)", "+18",
+    "+ 18", "**18** apples", "**18.00**", "\u20ac18", "$ 18",
+]  # fmt: skip
 NOT_EIGHTEEN = ["**18** or 19", "**x = 18**", "(18)", "18**2", "--18", "- -18", "\u00b118", "\u2014 18", "** or 18"]
 
 
@@ -365,16 +250,3 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path):
         with pytest.raises(SnugError, match=f"{path}:{place + 1}: {message}") as error:
             task_of(path)
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.skipif(not PUBLISHED, reason="SNUG_GSM8K names no folder with train.jsonl and test.jsonl")
-def test_the_published_files():
-    task = task_of(Path(PUBLISHED) / "train.jsonl", test_file=str(Path(PUBLISHED) / "test.jsonl"))
-    assert {split: len(rows) for split, rows in task.rows.items()} == {"train": 7473, "test": 1319}
-    for rows in (task.rows["train"], task.rows["test"]):
-        right = [row["demonstration"] for row in rows]
-        assert rewards(task, rows, right) == [1.0] * len(rows)
-        assert rewards(task, rows, [""] * len(rows)) == [0.0] * len(rows)
-        assert sum(rewards(task, rows, right[1:] + right[:1])) < 0.04 * len(rows)
-        written_there = [int(text.split("####")[1].replace(",", "")) for text in right]
-        assert [Fraction(row["answer"]) for row in rows] == written_there

@@ -197,10 +197,3 @@ def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):
     assert health == {"dropped_steps": 2, "dropped_in_a_row": 2}
     with pytest.raises(SnugError, match="3 optimizer steps in a row .* the last was a step of iteration 3"):
         train_sft.main(prepare(dataclasses.replace(sft, max_iters=9, resume="auto")))
-
-
-def test_one_bad_sequence_drops_its_own_step_alone(tmp_path, monkeypatch, start):
-    poison, prepared, settings = poisoned(tmp_path, monkeypatch, start, ("advantages", "", "nan"), train_batch_size=4)
-    grpo.main(prepared)
-    log = read_log(settings.out_dir)
-    assert [record["dropped_steps"] for record in log] == [0, 1, 1] and "loss" in log[1]

@@ -1,19 +1,14 @@
 """Each option of the memory ladder: the loss curve stays where it was, and less is alive."""
 
 import pytest
-import torch
 
 import grpo
 import train_sft
-from batch import Cut
-from helpers.models import DEVICE, tensor_bytes
+from helpers.models import DEVICE
 from helpers.runs import limits_of
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
-from snug.memory.meter import MemoryMeter
-from training.loop import begin
-from training.optimizer import optimizer_step
 
 COMMON = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device=DEVICE, eval_prompts=0, save_interval=0, seed=3)
 COMMON["dtype"] = "float32"  # on a GPU too
@@ -98,31 +93,6 @@ def test_bfloat16_grpo_runs_and_its_sampler_agrees_with_its_trainer(curves):
     assert all(record["logprob_diff_max"] < 0.3 and record["logprob_diff_mean"] < 0.02 for record in records)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-@pytest.mark.parametrize("changes", [dict(max_rollout_batch=5), HALF])
-def test_a_rollout_gives_the_device_back(changes, tmp_path):
-    """What an inference server needs a sleep mode for: after the rollout only the Rollouts are left, after the step no gradient."""
-    settings = GRPOSettings(**GRPO | changes | dict(out_dir=str(tmp_path), beta=0.0, batch_size=8))
-    prepared = prepare(settings)
-    with MemoryMeter("cpu") as meter:
-        model, optimizer, _ = begin(prepared, torch.device("cpu"))
-        rows = prepared.task.prompts("train", range(8))
-        grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)  # tables that are made once and kept
-        before = meter.allocated()
-        meter.reset_peak()
-        rollouts, _ = grpo.sample_rows(model, prepared, rows, 0, 0, settings.max_rollout_batch)
-        size = tensor_bytes(rollouts.columns().values())
-        assert 0 < meter.allocated() - before <= size + 64
-        assert meter.peak_since_reset() - before > 2 * size  # there was a cache
-        rollouts.advantages, rollouts.old_logprobs = torch.randn(32), rollouts.sampling_logprobs
-        before = meter.allocated()
-        grpo.accumulate_gradient(model, rollouts, Cut(rollouts), 0, settings)
-        lengths = 4 * 32 + 64  # of Python's
-        assert meter.allocated() - before <= tensor_bytes(p.grad for p in model.parameters()) + lengths
-        optimizer_step(model, optimizer, 1e-3, 1.0)
-        assert meter.allocated() - before <= 64 and all(p.grad is None for p in model.parameters())
-
-
 def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
     """Evaluations decode as many completions at a time as a rollout's cache has room for, each behind its own prompt."""
     for batch, longest, expected in (
@@ -137,15 +107,3 @@ def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
         settings = GRPOSettings(batch_size=16, group_size=8, max_rollout_batch=batch)
         assert limits_of(settings, longest=longest).max_eval_batch == expected
     assert limits_of(SFTSettings(batch_size=16), longest=(256, 1024)).max_eval_batch == 16
-
-
-def test_a_resumed_run_may_round_what_it_did_not(tmp_path):
-    """Other dtypes from the same checkpoint: masters come and go."""
-    rounded = HALF | dict(optimizer_dtype="bfloat16")
-    for number, changes in enumerate((dict(), HALF, rounded, HALF, dict(optimizer_device="host")), 1):
-        settings = SFTSettings(
-            **SFT | changes | dict(max_iters=10 * number, save_interval=0, resume="auto", out_dir=str(tmp_path))
-        )
-        train_sft.main(prepare(settings))
-    losses = [record["loss"] for record in read_log(tmp_path)]
-    assert len(losses) == 50 and sum(losses[40:]) < sum(losses[15:25]) < sum(losses[:10])  # ten each, as they vary
