@@ -5,7 +5,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -83,26 +82,6 @@ def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
     assert table[1].endswith("MISSED") and "at most 2" in table[3] and not table[3].endswith("MISSED")
 
 
-def test_a_step_keeps_the_gpus_state(tmp_path, monkeypatch):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '580.65.06, 1980 MHz, 3201 MHz, 1980 MHz, 41, 121.50 W, 700.00 W'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    start(tmp_path, [("good", GOOD, 60)]).communicate(timeout=120)
-    state = summary(tmp_path)["good"]["gpu"]
-    assert state["driver_version"] == "580.65.06" and state["power.limit"] == "700.00 W" and len(state) == 7
-
-
-def test_on_a_gpu_learning_runs_only_if_it_is_asked_for(tmp_path, bench, monkeypatch):
-    driver, ran = importlib.import_module("all"), []
-    monkeypatch.setattr(driver.common, "DEVICE", "cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(driver, "run_steps", lambda steps, *_: ran.append([name for name, *_ in steps]))
-    for words in ([], ["--only=learning"]):
-        driver.main(["--device=cuda", f"--folder={tmp_path}/here", *words])
-    assert "learning" not in ran[0] and len(ran[0]) > 7 and ran[1] == ["learning"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     process = start(tmp_path, [("good", GOOD, 60), ("slow", SLOW, 600), ("never", GOOD, 60)])
@@ -135,33 +114,6 @@ def test_every_test_of_a_kernel_runs_on_a_gpu(bench):
     assert all((HOME / f"tests/test_{name}.py").exists() for name in driver.TESTS)
     file, _, name = driver.RESUME.partition("::")
     assert f"\ndef {name}(" in (HOME / file).read_text()
-
-
-def test_what_matters_most_on_a_gpu_comes_first_and_takes_eight_minutes(bench, tmp_path):
-    steps = importlib.import_module("all").make_steps("cuda", False, tmp_path)
-    first = ["main", "tests", "iteration", "decode", "nf4", "train", "visit"]
-    assert [step[0] for step in steps[:7]] == first and sum(step[2] for step in steps[:7]) <= 480
-
-
-def test_the_main_jobs_bench_names_the_figures_that_differ(bench):
-    job = importlib.import_module("job")
-    log = [dict(iter=0, loss=0.5, grad_norm=1.0), dict(iter=1, loss=0.25, reward_mean=1.0)]
-    assert job.different(log, [dict(row) for row in log]) == []
-    other = [log[0] | dict(grad_norm=2.0), log[1] | dict(loss=0.5, time_s=9)]
-    assert job.different(log, other) == ["0.grad_norm", "1.loss"]
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
-def test_make_bench_gpu_installs_nothing(tmp_path):
-    """Also where nothing is installed yet, and without the virtual environment."""
-    shutil.copy(HOME / "Makefile", tmp_path)
-    said = subprocess.run(
-        ["make", "-n", "--no-print-directory", "bench-gpu", "PYTHON=python3", "ARGS="],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert said == "python3 bench/all.py --device=cuda \n"
 
 
 @pytest.fixture
@@ -260,14 +212,3 @@ def test_every_bench_runs(tmp_path):
     assert int(re.search(r"(\d+)/\d+ tests collected", output)[1]) >= 800
     runs = "sft_countdown", "grpo_countdown_dapo", "more_sft_countdown"
     assert {row["name"] for row in steps["learning"]["results"]} == {f"{run}_1: held-out pass@1" for run in runs}
-
-
-def test_single_steps_add_up_in_one_file(tmp_path, bench):
-    """Steps of the same commit and the same versions stay; others are left out."""
-    driver = importlib.import_module("all")
-    about = dict(device="A CPU", commit="1234567", versions={"torch": "2.13", "trl": None}, steps={})
-    steps = dict(good=dict(state="ok", results=[]))
-    (tmp_path / "here.json").write_text(json.dumps(about | dict(steps=steps)))
-    assert driver.steps_before(about, tmp_path / "here") == steps
-    for change in (dict(commit="7654321"), dict(versions={"torch": "2.14", "trl": None})):
-        assert driver.steps_before(about | change, tmp_path / "here") == {}

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 import grpo
-import runs.loading
-import train_sft
 import training.loop
 from helpers import HOME
 from helpers.models import DEVICE
 from helpers.runs import refused
 from interpreted import compiles, cubin_resources
 from runs.prepare import prepare
-from settings import GRPOSettings, SFTSettings
+from settings import GRPOSettings
 from snug import kernels
 from snug.device import cuda
 from snug.device.cpu import stays_float32
@@ -113,12 +111,6 @@ def test_cudnn_attention_is_off_and_tf32_as_asked(h100):
         assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
-def test_without_a_gpu_auto_is_the_cpu_which_leaves_the_switches_alone():
-    before = switches()
-    assert pick_device("auto", tf32=True).type == "cpu"
-    assert switches() == before
-
-
 @pytest.mark.parametrize("capability, fast", [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
 def test_the_default_dtype_is_what_the_device_is_fast_in(h100, capability, fast):
     h100.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -127,16 +119,6 @@ def test_the_default_dtype_is_what_the_device_is_fast_in(h100, capability, fast)
     assert with_dtype(half, "cuda").dtype == with_dtype(half, "cpu").dtype == "bfloat16"
     for chosen in ("float32", "bfloat16"):
         assert with_dtype(GRPOSettings(dtype=chosen), "cuda").dtype == chosen
-
-
-def test_a_run_asks_for_its_tf32(tmp_path, monkeypatch):
-    asked = []
-    for module in (training.loop, runs.loading):
-        monkeypatch.setattr(module, "pick_device", lambda *args: asked.append(args) or torch.device("cpu"))
-    shape = dict(digits=1, n_layer=1, n_embd=16, max_iters=1, batch_size=2, eval_prompts=0)
-    train_sft.main(prepare(SFTSettings(**shape, tf32=True, out_dir=str(tmp_path / "run"))))
-    runs.loading.load_run(tmp_path / "run", "cuda")
-    assert asked == [("auto", True), ("cuda", True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

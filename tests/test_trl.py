@@ -25,7 +25,6 @@ from data import load_reward_function  # noqa: E402
 from data.rewards import TrainerState, repeat_columns, total_rewards  # noqa: E402
 from loss import decoupled_advantages, group_advantages, policy_loss  # noqa: E402
 from settings import GRPOSettings  # noqa: E402
-from snug.logprobs import Teacher, head_loss  # noqa: E402
 from snug.options import SnugError  # noqa: E402
 
 LENGTHS = [5, 1, 9, 3, 7, 2]
@@ -291,33 +290,3 @@ def test_the_functions_of_trl_rewards_work_unchanged():
     assert {*scores.extra} == {*extra} == {"solution", "gold_parsed", "answer_parsed"}
     with pytest.raises(SnugError, match="get_cosine_scaled_reward'.* must take ..columns.* call it in a file of yours"):
         load_reward_function("trl.rewards:get_cosine_scaled_reward", {}, ROWS[0])
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_divergence_is_that_of_the_distillation_trainer(temperature):
-    """Their chunked loss over hidden states and heads of two widths: value, both gradients, entropy."""
-    from trl.trainer.distillation_trainer import _chunked_divergence_loss
-
-    draw = torch.Generator().manual_seed(0)
-    hidden, weight, theirs, their_weight = (
-        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((2, 7, 8), (67, 8), (2, 7, 12), (67, 12))
-    )
-    mask, targets = torch.ones(2, 7), torch.zeros(14, dtype=torch.long)
-    mask[1, 4:] = 0
-    found = []
-    for which in ("theirs", "ours"):
-        x, head = hidden.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
-        if which == "theirs":
-            options = dict(num_items_in_batch=20, temperature=temperature)
-            loss, entropy, _ = _chunked_divergence_loss(x, theirs, head, their_weight, mask, 1.0, **options)
-        else:
-            kept, teacher = mask.bool().flatten(), theirs.flatten(0, 1)
-            loss, _, entropy = head_loss(
-                x.flatten(0, 1)[kept], head, targets[kept], lambda q, part, apart: (apart + 0 * q).sum() / 20,
-                temperature, 3, entropy=True, teacher=Teacher(teacher[kept], their_weight),
-            )  # fmt: skip
-        loss.backward()
-        found.append((loss.detach(), x.grad, head.grad, entropy.detach().sum()))
-    for ours_, theirs_ in zip(found[1], found[0], strict=True):
-        print(temperature, float((ours_ - theirs_).abs().max()))
-        torch.testing.assert_close(ours_.double(), theirs_.double(), rtol=1e-6, atol=1e-6)
