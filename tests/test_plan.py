@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import sys
 from collections import Counter
 
 import pytest
@@ -17,9 +16,8 @@ import runs
 import train_sft
 from data.task import Task
 from helpers.models import DEVICE
-from helpers.peaks import COMMON, GRPO, LLAMA, differ, measured_peak, prepared_run, profiled_peak
+from helpers.peaks import COMMON, LLAMA, measured_peak, prepared_run, profiled_peak
 from helpers.rollouts import never_stop
-from runs.checkpoint import newest, read_state, seal
 from runs.log import read_log
 from runs.prepare import Prepared, prepare
 from sample import sample_groups
@@ -30,9 +28,8 @@ from snug.device.kinds import MIB
 from snug.memory import fit as memory_fit
 from snug.memory import plan as planning
 from snug.memory.fit import Room, apply, fit, ladder, room_for, show
-from snug.memory.ledger import component, component_of
 from snug.memory.plan import GIB, Plan, plan
-from snug.options import SnugError, make_settings, read_settings
+from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
@@ -145,48 +142,6 @@ def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatc
         assert +Counter(shallow.phases[name][1]) == +Counter(parts)  # without zeros
     assert shallow.host == whole.host and shallow.line() == whole.line()
     assert shallow.biggest[0][0] == whole.biggest[0][0]
-
-
-def test_a_plan_takes_completions_to_stop(tmp_path):
-    """So that all of them are trained on, where those that do not are masked."""
-    peaks = []
-    for masked in (False, True):
-        prepared, settings = prepared_run(tmp_path / str(masked), mask_truncated_completions=masked, **SMALL)
-        peaks.append(plan(dry_run(prepared), settings).peak)
-    assert peaks[0] == peaks[1]
-
-
-def test_the_nearest_mark_says_what_a_tensor_is_for(monkeypatch):
-    """A function's mark, its class's, its module's, its package's; a function without a mark counts as its caller."""
-    monkeypatch.setattr("snug.memory.ledger.COMPONENTS", {"room": "package", "room.module": "module"})
-
-    def made_in(module, name):
-        scope = dict(__name__=module, component=component, look=lambda: component_of(sys._getframe(1)))
-        exec(MARKED, scope)
-        return eval(f"{name}()", scope)
-
-    assert made_in("room.module", "nested") == ("nested", "nested.<locals>.inner")
-    assert made_in("room.module", "Class().method") == ("class", "Class.method")
-    assert made_in("room.module", "Class().other") == ("other method", "Class.other")
-    assert made_in("room.module", "plain") == ("module", "plain")
-    assert made_in("room.elsewhere", "plain") == ("package", "plain")
-    assert made_in("library", "plain") == ("other", "") and made_in("library", "call")[0] == "caller"
-
-
-MARKED = """
-@component("class")
-class Class:
-    def method(self): return look()
-    @component("other method")
-    def other(self): return look()
-@component("nested")
-def nested():
-    def inner(): return look()
-    return inner()
-def plain(): return look()
-@component("caller")
-def call(): return plain()
-"""
 
 
 def test_the_plan_of_sft(tmp_path):
@@ -348,36 +303,6 @@ def test_a_host_that_is_too_small_gets_nothing(tmp_path, monkeypatch, made_up):
     settings.memory_budget_gb = f"{1.01 * peak / GIB:.9f}"
     with pytest.raises(SnugError, match=r"GiB and [\de.-]+ GiB of the host may be used"):
         apply(dry_run(prepared), settings, torch.device("cpu"), print)
-
-
-@pytest.mark.parametrize("asks, resume", [(True, "auto"), (True, "FOLDER"), (False, "auto")])
-def test_a_resumed_run_takes_the_options_of_its_settings_not_lower_ones_of_the_checkpoint(
-    asks, resume, tmp_path, made_up
-):
-    """A version in which a budget moved wrote such checkpoints. Without a budget the command's own values hold."""
-    prepared, settings = prepared_run(tmp_path, n_layer=1, n_embd=16, eval_prompts=0, save_interval=1)
-    budget = f"{0.4 * made_up_plan(dry_run(prepared), settings).peak / GIB:.9f}"
-    settings.memory_budget_gb = budget
-    grpo.main(prepared)
-    checkpoint = newest(settings.out_dir)
-    state = read_state(checkpoint)
-    found = state["settings"]
-    lowered = found | SLOWEST | dict(wait_for_memory=3.0)
-    (checkpoint / "state.json").write_text(json.dumps(state | dict(settings=lowered, calm=2)))
-    seal(checkpoint)
-    own = {} if asks else dict(memory_budget_gb="", max_rollout_batch=2, checkpoint_blocks="selective")
-    values = COMMON | GRPO | dict(n_layer=1, n_embd=16, eval_prompts=0, save_interval=1)
-    values |= dict(memory_budget_gb=budget, out_dir=settings.out_dir)
-    if resume == "FOLDER":
-        resume, values = settings.out_dir, {}
-    values |= own | dict(max_iters=3, resume=resume)
-    prepared = prepare(*make_settings(GRPOSettings, "", values))
-    prepared.reward_funcs = [differ]
-    grpo.main(prepared)
-    after = read_state(newest(settings.out_dir))
-    expected = {name: found[name] for name in SLOWEST} if asks else own
-    assert {name: after["settings"][name] for name in expected} == expected
-    assert after["iteration"] == 3 and "calm" not in after
 
 
 def write_system(root, cgroup, folders):

@@ -297,26 +297,6 @@ def test_the_browser_filters_and_finds_completions(chromium):
     assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true" and wrong == []
 
 
-def test_the_browser_shows_rewards_columns_and_the_question(chromium):
-    """All of it text. A file of an older run has none of it."""
-    samples = make_samples(1, k=2)
-    for sample, reward in zip(samples, (1.0, None), strict=True):
-        sample["question"] = HOSTILE[1]
-        sample["rewards"] = {HOSTILE[4]: reward, "short": -0.12345}
-        sample["columns"] = {"answer": HOSTILE[0], "numbers": [1, 2], "note": None, HOSTILE[1]: 3}
-    older = make_samples(1, k=1, group=1)
-    tab, wrong = opened(chromium, page_of([make_run(Path("a"), samples=samples + older)]))
-    groups = tab.locator("#list .row.group b").all_inner_texts()
-    assert groups == [HOSTILE[1], "prompt 0 one"] and tab.inner_text("#detail .text") == "prompt 0 one"
-    assert tab.locator("#detail dt").all_text_contents()[4:] == [HOSTILE[4], "short", *samples[0]["columns"]]
-    values = tab.locator("#detail dd").all_text_contents()
-    assert values[4:] == ["–", "−0.123", HOSTILE[0], "[1,2]", "null", "3"]
-    assert tab.locator("#detail h3").all_inner_texts()[-2:] == ["Rewards before weights", "Columns"]
-    tab.locator("#list .row:not(.group)").last.click()
-    assert tab.locator("#detail dt").count() == 4 and tab.locator("#detail h3").count() == 3
-    assert tab.evaluate("window.hacked") is None and tab.locator("#rollouts img").count() == 0 and wrong == []
-
-
 def make_episode():
     """Two calls in the first turn, each answered; the second turn is cut off. Special tokens have no text."""
     turns = [("two calls", ""), ("\n", "", HOSTILE[1]), ("It is", " 5", "")]
@@ -369,31 +349,3 @@ def test_the_browser_shows_turns_and_replies(chromium):
     assert not tab.is_visible("#written") and parts.evaluate_all(f"parts => parts.map((part) => {label})") == ["none"]
     assert tab.locator("#detail h3").nth(1).inner_text() == "Completion" and "replies" not in tab.inner_text("#detail")
     assert tab.evaluate("window.hacked") is None and wrong == []
-
-
-@pytest.mark.parametrize("drawn", [True, False])
-def test_charts_are_on_paper(chromium, drawn):
-    """In the light colours, also if the dark page is printed before it has drawn them."""
-    folders = [make_run(Path(name), samples=make_samples(1)) for name in ("a", "b")]
-    page, tab = page_of(folders), chromium.new_page(color_scheme="dark", viewport=dict(width=1900, height=900))
-    tab.add_init_script("" if drawn else "requestAnimationFrame = () => 0")
-    tab.goto(f"file://{page.resolve()}")
-    first = ".chart:first-child .legend text"
-    if drawn:
-        tab.locator(first).first.wait_for()
-    look = """() => window.paper = [...document.querySelectorAll('.chart')].map((chart) => ({
-        width: Math.max(...[...chart.querySelectorAll('svg')].map((svg) => svg.getBoundingClientRect().width)),
-        marks: chart.querySelectorAll('.js-line, .point path').length,
-        legend: [...chart.querySelectorAll('.legend')].map((legend) => getComputedStyle(legend).display),
-        text: getComputedStyle(chart.querySelector('.xtick text')).fill,
-    }))"""
-    tab.evaluate(f"addEventListener('beforeprint', {look})")
-    assert len(tab.pdf(format="A4")) > 20_000
-    tab.emulate_media(media="print")
-    charts = tab.evaluate("window.paper")
-    assert len(charts) > 8 and all(chart["width"] == 660 and chart["marks"] for chart in charts)
-    assert {chart["text"] for chart in charts} == {"rgb(102, 112, 128)"}
-    assert all(display != "none" for display in tab.evaluate(look)[0]["legend"])
-    tab.emulate_media(media="screen")
-    tab.wait_for_function(f"({look})()[0].width === 620 && window.paper[0].text === 'rgb(147, 157, 172)'")
-    tab.close()
