@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
+from runs.checkpoint import task_of
 from runs.evaluation import prepare_evaluation, prepare_pair
 from runs.notes import notes
 from runs.prepare import Prepared
@@ -35,7 +36,9 @@ from snug.pretrained.hub import hub_name
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         speak()
-        options, given, folders = read_settings(EvaluateSettings, sys.argv[1:], positional="folders")
+        options, given, folders = read_settings(
+            EvaluateSettings, sys.argv[1:], positional="folders", task_of=task_of
+        )
         prepare = prepare_pair if folders[1:] else prepare_evaluation
         prepared = prepare(options, given, *folders)
 

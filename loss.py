@@ -141,7 +141,7 @@ def sapo_surrogate(ratio, advantages, options, **rest):
 
 def own_surrogate(logprobs, options, **rest):
     """Your function of loss_type. Raises SnugError if it is no loss for each token."""
-    values = load_loss(options.loss_type)(logprobs=logprobs, options=options, **rest)
+    values = load_loss(options.loss_type, options.out_dir)(logprobs=logprobs, options=options, **rest)
     shape = getattr(values, "shape", None)
     if shape != logprobs.shape or logprobs.requires_grad and not values.requires_grad:
         raise SnugError(

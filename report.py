@@ -10,13 +10,14 @@ GRPO with other options are better, and of which runs only the reward rises.
 from runs.log import change
 
 # isort: split
+import argparse
 from statistics import median
 
 from runs.page.charts import LEARNING
 from runs.page.runs import PHASES, Run, logged, logged_names, read_runs
 from runs.page.write import write_page
 from runs.verdict import verdict
-from snug.options import Parser, friendly_errors, plain
+from snug.options import friendly_errors, plain
 
 LARGEST = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
 LARGEST += [f"mem_max_alloc_mb_{phase}" for phase in PHASES]
@@ -72,7 +73,7 @@ def table(runs: list[Run]) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = Parser("python report.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("python report.py", description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", help="a run's folder, such as out/grpo_small")
     with friendly_errors():
         main(read_runs(parser.parse_args().folders))

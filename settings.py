@@ -1,4 +1,4 @@
-"""Every option of snug, once: type, default, unit, meaning. A task's own options are in data/.
+"""Every common option, once: type, default, unit, meaning. A task declares its own beside itself: data/addition.py.
 
 A class whose name ends in Options is a topic: --help=all shows its options together, under its docstring. `usual` names
 the options that --help shows. A command without `usual` shows all of its options. LOSSES says what each loss is, RULES
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from data import TASKS, TaskOptions, imported
 from data.episodes import EpisodeOptions
-from snug.options import COMMANDS, OWN, SnugError, option
+from snug.options import OWN, SnugError, option
 
 DTYPES = ("float32", "bfloat16")
 PLACES = ("device", "host")
@@ -206,9 +206,9 @@ LOSSES = {
 OWN_LOSS = Loss("own", "token")  # the user's function
 
 
-def load_loss(spec: str):
+def load_loss(spec: str, run: str):
     """ "module:function" -> your loss, looked for as a reward function is. Raises SnugError."""
-    return imported(spec, "loss_type", "write module:function, such as my_losses:tight", {})
+    return imported(spec, "loss_type", "write module:function, such as my_losses:tight", run=run)
 
 
 @dataclass
@@ -512,7 +512,7 @@ class SFTSettings(LoopSettings):
     """Supervised fine-tuning on a task's demonstrations: the options of train_sft.py."""
 
     usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
-    learning_rate lr_schedule lora_rank task data_file tokenizer n_layer n_embd block_size
+    learning_rate lr_schedule lora_rank task tokenizer n_layer n_embd block_size
     max_tokens_per_micro_batch memory_budget_gb plan"""
 
     out_dir: str = option("out/sft", "the run's folder")
@@ -538,7 +538,7 @@ class GRPOSettings(
     """Group relative policy optimization: the options of grpo.py."""
 
     usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher
-    out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task data_file
+    out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task
     max_tokens_per_micro_batch memory_budget_gb plan probe"""
 
     out_dir: str = option("out/grpo", "the run's folder")
@@ -598,10 +598,10 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
     models the second one's hold, or those of the one that is a run.
     """
 
-    usual = """task data_file num_prompts num_samples temperature max_new_tokens reward_funcs
+    usual = """task num_prompts num_samples temperature max_new_tokens reward_funcs
     samples_file seed device"""
 
-    task: str = option("", "the task; empty: the run's", choices=("", *TASKS))
+    task: str = option("", "the task; empty: the run's", choices=("", *TASKS, OWN))
     num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
@@ -622,7 +622,3 @@ class ExportSettings:
     def check(self):
         if not self.to:
             raise SnugError("name the new folder: --to=export/mine")
-
-
-COMMANDS |= {"grpo.py": GRPOSettings, "train_sft.py": SFTSettings}
-COMMANDS |= {"sample.py": SampleSettings, "evaluate.py": EvaluateSettings}

@@ -1,4 +1,4 @@
-"""Tasks, one file each: prompts, demonstrations and rewards; their options; reward functions; scores of evaluations.
+"""Tasks, one file each: prompts, demonstrations, rewards, options of their own; reward functions; scores of evaluations.
 
     task = make_task(settings)
     rows = task.prompts("train", range(0, 64))
@@ -14,37 +14,62 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import chdir
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
 
-from data.addition import Addition, AdditionOptions
-from data.code import Code, CodeOptions
-from data.countdown import Countdown, CountdownOptions
-from data.gsm8k import GSM8K
-from data.jsonl import Jsonl
-from data.lookup import Lookup
-from data.reasoning_gym import GymOptions, ReasoningGym
 from data.rewards import ARGUMENTS
-from data.rows import FileOptions, FileTask
-from data.task import Task
-from snug.options import SnugError, did_you_mean, find_path, option, refuse_namesakes
+from data.task import NoOptions, Task
+from snug.options import OWN, SnugError, did_you_mean, fields, find_path, option, refuse_namesakes
 
-TASKS = {
-    "addition": Addition,
-    "countdown": Countdown,
-    "lookup": Lookup,
-    "gsm8k": GSM8K,
-    "reasoning_gym": ReasoningGym,
-    "jsonl": Jsonl,
-    "code": Code,
+TASKS = {  # the module in this folder -> its class
+    "addition": "Addition",
+    "countdown": "Countdown",
+    "lookup": "Lookup",
+    "gsm8k": "GSM8K",
+    "reasoning_gym": "ReasoningGym",
+    "jsonl": "Jsonl",
+    "code": "Code",
 }
 
 
-@dataclass
-class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, CodeOptions, GymOptions):
-    """What the model learns and how it is scored."""
+def find_task(name: str, run: str | Path = "") -> type[Task]:
+    """A name of TASKS, or "module:Class". run: a run's folder; the module may be above it. Raises SnugError."""
+    if name in TASKS:
+        return getattr(importlib.import_module(f"data.{name}"), TASKS[name])
+    cls = imported(name, "task", "write module:Class, such as my_tasks:Letters", run=run)
+    if not (inspect.isclass(cls) and issubclass(cls, Task)):
+        raise SnugError(f"task={name!r} is no task; derive the class from data.task.Task")
+    return cls
 
-    task: str = option("addition", "the task: prompts, demonstrations and reward", choices=tuple(TASKS))
+
+def tasks_with(option: str) -> list[str]:
+    """-> the tasks of TASKS that have this option."""
+    return [name for name in TASKS if option in fields(find_task(name).options)]
+
+
+@cache
+def joined(cls, task: str, own: type):
+    """A class with the options of `cls` and those of a task, `own`."""
+    if not is_dataclass(own) or any(not field.metadata for field in fields(own).values()):
+        raise SnugError(
+            f"task={task!r}: its options must be a dataclass of fields such as n: int = option(3, 'meaning')"
+        )
+    if shared := fields(own).keys() & fields(cls).keys():
+        raise SnugError(f"task={task!r}: {min(shared)} is an option already; rename the task's")
+    values = dict(task=task, own_options=own, without_task=cls, __doc__=cls.__doc__)
+    return dataclass(type(cls.__name__, (own, cls), values))
+
+
+@dataclass
+class TaskOptions:
+    """What the model learns and how it is scored. --help --task=NAME shows the options of this task."""
+
+    task: str = option(
+        "addition",
+        "the task: prompts, demonstrations and reward; module:Class: yours",
+        choices=(*TASKS, OWN),
+    )
     demonstration_noise: float = option(
         0.0,
         "probability of an error: in each carry (addition), in each demonstration (others)",
@@ -64,36 +89,56 @@ class TaskOptions(AdditionOptions, CountdownOptions, FileOptions, CodeOptions, G
         "bytes, gpt2, or a folder with a tokenizer.json; with init_from its own",
     )
 
+    without_task = None  # the class without a task's options
+    own_options = NoOptions
 
-def make_task(settings: TaskOptions, demonstrations: bool = False) -> Task:
-    """The task named settings.task. `settings` also has `seed` and `eval_prompts`.
+    def __new__(cls, **values):
+        """An object whose class has the options of its task, too."""
+        made = cls.with_task(values.get("task", cls.task))
+        if not issubclass(made, cls):
+            raise TypeError("dataclasses.replace keeps the task; merge_options changes it")
+        return object.__new__(made)
+
+    @classmethod
+    def with_task(cls, task: str, run=""):
+        """-> the class that has this task's options, too. run: as for find_task. Raises SnugError."""
+        own = find_task(task, run).options if task else NoOptions
+        return joined(cls.without_task or cls, task, own)
+
+    def of_task(self) -> list[str]:
+        """The names of all options that say what the model learns."""
+        return [*fields(TaskOptions), *fields(self.own_options)]
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        """Which tasks have an option of this name, in words."""
+        tasks = tasks_with(name)
+        return f"; it is an option of --task={' or '.join(tasks)}" if tasks else ""
+
+
+def make_task(settings, demonstrations: bool = False) -> Task:
+    """The task named settings.task. `settings`: of settings.py.
 
     demonstrations=True: every row must have one (SFT). Raises SnugError if the options leave no usable task.
     """
-    task = TASKS[settings.task](settings, demonstrations)
-    reads = isinstance(task, FileTask)
-    fits = dict(data_file=reads, test_file=reads, drop_long_prompts=reads, system_prompt=settings.chat)
-    for name, it_fits in fits.items():
-        value = getattr(settings, name)
-        if value and not it_fits:
-            needed = "--chat" if name == "system_prompt" else "--task=jsonl, or another task of a file"
-            raise SnugError(
-                f"{name}={value!r:.60} does not fit task={settings.task!r}, chat={settings.chat}; add {needed}"
-            )
+    if settings.system_prompt and not settings.chat:
+        raise SnugError(f"system_prompt={settings.system_prompt!r:.60} is of a chat; add --chat")
+    task = find_task(settings.task)(settings, demonstrations)
     task.survey()
     return task
 
 
-def load_reward_function(spec: str, functions: dict[str, Callable], columns: Iterable[str]):
+def load_reward_function(spec: str, functions, columns: Iterable[str], run: str | Path = ""):
     """ "module:function" -> that function: of `functions`, which a caller has by these names, or of the module.
 
-    The module is also looked for in the current directory. columns: of the task's rows. Raises SnugError if there is no
-    such module or function, or if it wants other columns. An error inside the module keeps its traceback.
+    The module is also looked for in the current directory and above the `run`. columns: of the task's rows. Raises
+    SnugError if there is no such module or function, or if it wants other columns. An error inside the module keeps its
+    traceback.
     """
     advice = (
         "write module:function, such as my_rewards:is_short; call a reward model in such a function"
     )
-    function = imported(spec, "reward_funcs", advice, functions)
+    function = imported(spec, "reward_funcs", advice, functions, run)
     try:
         inspect.signature(function).bind(**dict.fromkeys(sorted(ARGUMENTS | {*columns})))
     except TypeError as error:
@@ -106,10 +151,11 @@ def load_reward_function(spec: str, functions: dict[str, Callable], columns: Ite
     return function
 
 
-def imported(spec: str, option: str, advice: str, functions) -> Callable:
+def imported(spec: str, option: str, advice: str, functions=(), run: str | Path = "") -> Callable:
     """ "module:name" -> what a module has by this name, or `functions`. option: what the spec is of, for messages.
 
-    advice: for a spec that is not of this form. Raises SnugError, as load_reward_function.
+    advice: for a spec that is not of this form. run: a run's folder, for find_path. Raises SnugError, as
+    load_reward_function.
     """
     if spec in functions:
         return functions[spec]
@@ -119,7 +165,7 @@ def imported(spec: str, option: str, advice: str, functions) -> Callable:
         raise SnugError(f"{problem}: name the module, not its file: {Path(module_name).stem}:{name}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
-    file = find_path(f"{module_name.partition('.')[0]}.py")  # perhaps above the run
+    file = find_path(f"{module_name.partition('.')[0]}.py", run)
     folder = str(file.resolve().parent) if file.exists() else os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module

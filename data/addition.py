@@ -22,6 +22,7 @@ class AdditionOptions:
 
 
 class Addition(Task):
+    options = AdditionOptions
     columns = ("answer",)
 
     def propose(self, rng):

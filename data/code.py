@@ -30,7 +30,7 @@ from symtable import symtable
 from textwrap import dedent
 
 from data.programs import POOL, is_test, judge, missing_layers
-from data.rows import FileTask
+from data.rows import FileOptions, FileTask
 from data.task import text_of
 from snug.options import SnugError, option
 
@@ -68,7 +68,7 @@ def compiling():
 
 
 @dataclass
-class CodeOptions:
+class CodeOptions(FileOptions):
     """task=code."""
 
     code_reward: str = option(
@@ -81,6 +81,8 @@ class CodeOptions:
 
 
 class Code(FileTask):
+    options = CodeOptions
+
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
         for row in self.rows["train"] + self.rows["test"] if demonstrations else ():

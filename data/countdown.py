@@ -47,6 +47,7 @@ class CountdownOptions:
 
 
 class Countdown(Task):
+    options = CountdownOptions
     columns = ("numbers", "target")
 
     def __init__(self, settings, demonstrations=False):

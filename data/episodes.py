@@ -57,11 +57,13 @@ class Toolbox:
     def __init__(self, settings: EpisodeOptions, tokenizer, functions):
         """functions: tools that are not imported, by their names in the settings."""
         self.settings, self.tokenizer = settings, tokenizer
-        self.functions = load_tools(settings.tools, functions)
+        self.functions = load_tools(settings.tools, functions, settings.out_dir)
         self.make_environment, self.environments = type(None), []
         if settings.environment:
             advice = "write module:Class, such as my_game:Game"
-            self.make_environment = imported(settings.environment, "environment", advice, functions)
+            self.make_environment = imported(
+                settings.environment, "environment", advice, functions, settings.out_dir
+            )
         known = self.functions | methods_of(self.some_environments(1)[0])
         self.schemas = [schema_of(function) for function in known.values()]
         if tokenizer.chat:

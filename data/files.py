@@ -1,6 +1,6 @@
 """Files of rows. The ending says what is in one: .csv, .tsv, .parquet; otherwise JSON, packed if it is .gz.
 
-    read_file("prompts.csv")  # -> [("prompts.csv:2", {"prompt": "2+2=", "answer": 4}), ...]
+    read_file(Path("prompts.csv"))  # -> [("prompts.csv:2", {"prompt": "2+2=", "answer": 4}), ...]
 
 JSON: lines, one list of rows, or {"data": a list of rows}.
 
@@ -16,19 +16,19 @@ import io
 import json
 import re
 from contextlib import suppress
+from pathlib import Path
 
-from snug.options import SnugError, find_path, in_one_line
+from snug.options import SnugError, in_one_line
 
 # JSON's, as long as Python reads them.
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,999})(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
-def read_file(path: str, remedy: str = ""):
+def read_file(path: Path, remedy: str = ""):
     """-> (where it is, what is there) for each row. Raises SnugError.
 
     remedy: what to do if the file cannot be read.
     """
-    path = find_path(path)
     kind = path.suffix.lower()
     with in_one_line(f"{path}: cannot be read{remedy}"):
         if kind == ".parquet":

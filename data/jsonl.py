@@ -20,18 +20,28 @@ Tests: tests/test_jsonl.py.
 """
 
 import json
+from dataclasses import dataclass
 from decimal import Decimal
 
 from data.answers import MAX_ANSWER, last_number
 from data.rewards import ARGUMENTS
-from data.rows import FileTask
-from snug.options import SnugError
+from data.rows import FileOptions, FileTask
+from snug.options import SnugError, option
 
 NUMBERS = (int, float)  # bool is none
 ROLES = "system", "developer", "user", "assistant", "tool"
 
 
+@dataclass
+class JsonlOptions(FileOptions):
+    """task=jsonl."""
+
+    prompt_column: str = option("prompt", "the files' column with the prompt")
+    answer_column: str = option("answer", "the files' column with the answer")
+
+
 class Jsonl(FileTask):
+    options = JsonlOptions
     columns = ("answer",)
 
     def __init__(self, settings, demonstrations=False):

@@ -58,6 +58,7 @@ class GymOptions:
 
 
 class ReasoningGym(Task):
+    options = GymOptions
     columns = ("item",)  # [generator, seed]
 
     def __init__(self, settings, demonstrations=False):

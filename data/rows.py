@@ -24,7 +24,7 @@ ENOUGH = 20  # test rows
 
 @dataclass
 class FileOptions:
-    """task=gsm8k, task=jsonl."""
+    """Of every task whose rows are in a file."""
 
     data_file: str = option(
         "",
@@ -33,8 +33,6 @@ class FileOptions:
     test_file: str = option(
         "", "held-out prompts; empty: one in ten rows of data_file, or more of a small one"
     )
-    prompt_column: str = option("prompt", "jsonl: the files' column with the prompt")
-    answer_column: str = option("answer", "jsonl: the files' column with the answer")
     drop_long_prompts: bool = option(
         False,
         "drop rows whose prompt is longer than max_prompt_length or, if that is 0, does not fit into block_size with "
@@ -51,17 +49,21 @@ class Row(dict):
 class FileTask(Task):
     """A subclass checks, identifies, demonstrates and scores a row."""
 
+    options = FileOptions
     remedy = ""  # what to do if it cannot be read
 
     def row_of(self, value) -> dict:
         """What a file has for a row -> the row. Raises ValueError if it is wrong."""
         raise NotImplementedError
 
+    def found(self, path: str):
+        return find_path(path, self.settings.out_dir)
+
     @phase("reading the data")
     def read(self, path: str):
         """A file -> its rows, at least one. Raises SnugError."""
         rows = []
-        for place, value in read_file(path, self.remedy):
+        for place, value in read_file(self.found(path), self.remedy):
             with in_one_line(f"{place}: not JSON"):
                 # Not possible with a date, or with half of a surrogate pair.
                 json.dumps(value, ensure_ascii=False).encode()
@@ -78,7 +80,7 @@ class FileTask(Task):
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
         path = settings.data_file
-        if settings.test_file and not settings.max_iters and not find_path(path).is_file():
+        if settings.test_file and not settings.max_iters and not self.found(path).is_file():
             path = settings.test_file  # nothing is trained, and the training file is somewhere else
         if not path:
             raise SnugError(
@@ -108,6 +110,8 @@ class FileTask(Task):
 
     def drop_long(self, encode, settings):
         """drop_long_prompts. A completion has max_new_tokens or, for SFT, the demonstration and a stop token."""
+        if not settings.drop_long_prompts:
+            return
         room = settings.max_prompt_length or settings.block_size - (settings.max_new_tokens or 1)
         parts = 1 if settings.max_new_tokens else 2
         count = 0

@@ -17,6 +17,7 @@ Left out: conversations of several turns; reward models (write a function). Test
 import random
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from snug.options import SnugError
 
@@ -25,9 +26,17 @@ MAX_PROPOSALS = 20_000  # to find one row
 MARGIN = 16  # tokens, see `longest`
 
 
+@dataclass
+class NoOptions:
+    """Of a task without options of its own."""
+
+
 class Task:
     """A kind of problem. A subclass proposes, identifies, demonstrates and scores problems."""
 
+    options: type = (
+        NoOptions  # a dataclass whose fields are snug.options.option: self.settings has them, too
+    )
     columns: tuple[str, ...] = ()  # columns of a row that `is_right` takes, in its order
     scored = True  # can the task say whether a completion is right?
     longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
@@ -36,7 +45,7 @@ class Task:
     dropped = ""  # how many rows were too long, in words: drop_long_prompts
 
     def __init__(self, settings, demonstrations: bool = False):
-        """settings: TaskOptions with a `seed`. demonstrations=True: every row must have a demonstration."""
+        """settings: of settings.py. demonstrations=True: every row must have a demonstration."""
         self.settings = settings
 
     # A subclass defines these
@@ -138,6 +147,9 @@ class Task:
         """The answer of each completion; None if there is none or the completion did not stop."""
         pairs = zip(completions, stopped, strict=True)
         return [self.answer_of(text_of(each)) if ended else None for each, ended in pairs]
+
+    def drop_long(self, encode: Callable, settings):
+        """A task of a file drops rows that are too long, if asked to: data/rows.py."""
 
     def survey(self):
         """Raises SnugError if the options leave a split empty. Called before anything else."""

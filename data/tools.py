@@ -194,15 +194,17 @@ class Interpreter:
 # The user's tools
 
 
-def load_tools(specs: Sequence[str], functions: Mapping[str, Callable] = NONE) -> dict[str, Callable]:
+def load_tools(
+    specs: Sequence[str], functions: Mapping[str, Callable] = NONE, run: str = ""
+) -> dict[str, Callable]:
     """["calc", "module:function", ...] -> {name: function}, in this order.
 
-    functions: those of a caller, by their specs. `python` starts its first sandbox. Raises SnugError.
+    functions: those of a caller, by their specs. run: a run's folder. `python` starts its first sandbox. Raises SnugError.
     """
     tools, known = {}, {**TOOLS, **functions}
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
     for spec in specs:
-        tool = imported(spec, "tools", advice, known)
+        tool = imported(spec, "tools", advice, known, run)
         if tools.setdefault(name_of(tool), tool) is not tool:
             raise SnugError(f"tools={spec!r}: two tools have the name {name_of(tool)}; rename one")
         if tool is python:

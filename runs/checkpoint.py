@@ -164,14 +164,21 @@ def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoi
     return Checkpoint(path, state, folder)
 
 
-def settings_of(state: dict) -> SFTSettings | GRPOSettings:
+def settings_of(checkpoint: Checkpoint) -> SFTSettings | GRPOSettings:
     """The run's settings. Options that are gone are ignored; newer ones have their defaults. Raises SnugError."""
-    values = state["settings"]
+    values = checkpoint.state["settings"]
     lost = {name: value for name, value in values.items() if value != GONE.get(name, value)}
     if lost:
         raise SnugError(f"the run has {lost}, which is gone: take the version of snug that made it")
     cls = GRPOSettings if "group_size" in values else SFTSettings
-    return cls(**{name: value for name, value in values.items() if name in fields(cls)})
+    known = fields(cls.with_task(values["task"], checkpoint.path))
+    return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def task_of(folders: list[str]) -> str:
+    """The task of a run, or of the last run of two; "" if none has one. Raises SnugError."""
+    tasks = [find_run(folder, tensors=()).state["settings"]["task"] for folder in folders]
+    return ([""] + [task for task in tasks if task])[-1]
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from data import TaskOptions
 from data.tools import NONE
 from runs.checkpoint import Checkpoint, find_run, settings_of
 from runs.prepare import prepare
@@ -37,7 +36,7 @@ def prepare_evaluation(
     whose task and options hold; default: the folder's own.
     """
     found = source or find_run(folder, tensors=())
-    run = settings_of(found.state)
+    run = settings_of(found)
     settings = evaluation_settings(options, given, run)
     if not settings.task:
         raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
@@ -48,9 +47,10 @@ def prepare_evaluation(
     chosen = given | {"max_new_tokens"} if run.task else given
     prepared = prepare(settings, chosen, functions)
     prepared.settings.tokenizer = prepared.tokenizer.name
-    own_file = settings.data_file == run.data_file != "" and not run.test_file
+    files = [getattr(each, "data_file", "") for each in (run, settings)]
     if (
-        own_file
+        files[0] == files[1] != ""
+        and not run.test_file
         and found.path == prepared.origin.path
         and prepared.task.fingerprint() != found.state["data"]
     ):
@@ -72,7 +72,7 @@ def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second:
         )
     options = replace(options, samples_file="none")
     source = find_run(second, tensors=())
-    if not settings_of(source.state).task:
+    if not settings_of(source).task:
         source = find_run(first, tensors=())
     return [prepare_evaluation(options, given, folder, source=source)[0] for folder in (first, second)]
 
@@ -88,12 +88,13 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
         changes["max_new_tokens"] = GRPOSettings.max_new_tokens
     elif task != run.task:
         changes["max_new_tokens"] = 0
-    elif run.test_file and "data_file" in given and "test_file" not in given:
+    elif getattr(run, "test_file", "") and "data_file" in given and "test_file" not in given:
         raise SnugError(
             f"data_file={options.data_file}: the prompts are in the run's test_file={run.test_file}; give --test_file"
         )
     if task != run.task:
-        changes |= asdict(TaskOptions()) | dict(max_prompt_length=0)
+        new = GRPOSettings(task=task)
+        changes |= {name: getattr(new, name) for name in new.of_task()} | dict(max_prompt_length=0)
     if task != run.task or "reward_funcs" in given:
         changes |= asdict(RewardOptions())
     changes |= UNTRAINED | dict(task=task, eval_prompts=options.num_prompts)

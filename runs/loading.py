@@ -46,7 +46,7 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     """
     checkpoint = run if isinstance(run, Checkpoint) else find_run(run)
     path, state = checkpoint.path, checkpoint.state
-    settings, tokenizer = settings_of(state), tokenizer_of(checkpoint)
+    settings, tokenizer = settings_of(checkpoint), tokenizer_of(checkpoint)
     device = pick_device(device, settings.tf32)
     if device.type == "cuda":
         warn_without_kernels()
@@ -66,7 +66,7 @@ def load_with_adapters(checkpoint: Checkpoint, model: GPT):
     if is_pretrained(checkpoint.path):
         _, _, *adapters = checkpoint.state["weights"]
         return read_weights(checkpoint.state["places"], model, *adapters)
-    settings, file = settings_of(checkpoint.state), checkpoint.path / "model.safetensors"
+    settings, file = settings_of(checkpoint), checkpoint.path / "model.safetensors"
     if not settings.lora_rank:
         return load_into(file, weights_of(model))
     if settings.base_dtype:

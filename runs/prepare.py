@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import TaskOptions, load_reward_function, make_task
+from data import load_reward_function, make_task
 from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
@@ -33,13 +33,12 @@ from settings import (
     SFTSettings,
     load_loss,
 )
-from snug.options import ABOVE, SnugError, fields, find_path, make_settings, merge_options
+from snug.options import SnugError, fields, find_path, make_settings
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained
 from snug.tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = list(fields(ModelOptions))
-PROBLEM = [name for name in fields(TaskOptions) if name != "tokenizer"]
 CALLED = ["tools", "environment"]
 ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules", "base_dtype"]
 
@@ -92,7 +91,7 @@ class Prepared:
         settings = self.settings
         prompt, answer = self.task.longest(self.whole)
         prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
-        if settings.drop_long_prompts and not settings.max_new_tokens:
+        if self.task.dropped and not settings.max_new_tokens:
             # SFT: each demonstration fits behind its own prompt.
             completion = min(completion, settings.block_size - prompt)
         return prompt, completion
@@ -109,7 +108,6 @@ def prepare(
     resume, before = find_resume(settings)
     if settings.resume not in ("never", "auto"):
         settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
-    ABOVE[:] = Path(settings.out_dir).resolve().parents
     if before and settings.dtype == "auto":  # which waits for the device
         settings = replace(settings, dtype=before.dtype)
         settings.check()
@@ -123,7 +121,7 @@ def prepare(
     needed = isinstance(settings, GRPOSettings) and not settings.teacher
     rewards = rewards_of(settings, task, functions, toolbox, needed)
     if isinstance(settings, GRPOSettings) and settings.loss is OWN_LOSS:
-        load_loss(settings.loss_type)
+        load_loss(settings.loss_type, settings.out_dir)
     prepared = Prepared(
         settings, task, tokenizer, shape, *rewards, warm_start, resume, origin, toolbox=toolbox
     )
@@ -134,7 +132,7 @@ def prepare(
     if not settings.plan:
         prepared.resume = resume and find_run(resume.folder, TENSORS)
         prepared.origin = origin and find_run(origin.folder)
-        prepared.teacher = prepared.teacher and find_run(settings.teacher)
+        prepared.teacher = prepared.teacher and find_run(prepared.teacher.folder)
     return prepared
 
 
@@ -144,8 +142,8 @@ def find_resume(settings):
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
         return None, None
     resume = open_checkpoint(folder, tensors=())
-    before = settings_of(resume.state)
-    if type(before) is not type(settings):
+    before = settings_of(resume)
+    if isinstance(before, GRPOSettings) != isinstance(settings, GRPOSettings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
         raise SnugError(f"{folder} is a run of {script}; continue it with python {script}")
     if not checkpoints(folder):
@@ -158,8 +156,8 @@ def find_resume(settings):
 def continued(settings, chosen: Set[str], before):
     """A run that goes on by the name of its folder has its own options, but for those that are chosen now."""
     place = dict(out_dir=settings.resume, resume="auto")
-    merged = merge_options(type(settings), before, settings, chosen - place.keys(), **place)
-    return make_settings(type(settings), "", vars(merged))[0]  # refuses what is no choice now
+    values = vars(before) | {name: getattr(settings, name) for name in chosen} | place
+    return make_settings(before.without_task, "", values)[0]  # refuses what is no choice now
 
 
 def resolve_names(settings, before):
@@ -190,7 +188,11 @@ def with_commit(settings, option: str, before):
     name, was = getattr(settings, option), getattr(before, option, "")
     if not name or was.startswith(f"{name}@"):
         return was
-    return name if find_path(name).is_dir() else hub_name(local_folder(name, weights=False))
+    return (
+        name
+        if find_path(name, settings.out_dir).is_dir()
+        else hub_name(local_folder(name, weights=False))
+    )
 
 
 def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
@@ -209,8 +211,7 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
             settings.max_new_tokens = before.max_new_tokens
         elif prepared.origin and is_pretrained(prepared.origin.path):
             settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
-    if settings.drop_long_prompts:
-        task.drop_long(prepared.tokenizer.encode_prompt, settings)
+    task.drop_long(prepared.tokenizer.encode_prompt, settings)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
 
@@ -218,7 +219,7 @@ def find_teacher(prepared: Prepared) -> Checkpoint:
     """Find the teacher; its tensors are read later. Raises SnugError if it is missing, or if its ids mean other
     texts."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
-    teacher = find_run(name, tensors=())
+    teacher = find_run(find_path(name, prepared.settings.out_dir), tensors=())
     theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
     if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise SnugError(
@@ -244,10 +245,10 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
         origin = base_of(resume, init_from, tensors=())
     elif init_from and (settings.beta or not resume):
         if not config or checkpoints(init_from):
-            origin = find_run(init_from, tensors=())
-        if config and (not origin or origin.state["iteration"] < settings_of(origin.state).max_iters):
+            origin = find_run(find_path(init_from, settings.out_dir), tensors=())
+        if config and (not origin or origin.state["iteration"] < settings_of(origin).max_iters):
             origin, warm_start = None, prepare_warm_start(settings, config)
-    begin = warm_start.settings if warm_start else origin and settings_of(origin.state)
+    begin = warm_start.settings if warm_start else origin and settings_of(origin)
     if begin and settings.base_dtype and begin.lora_rank:
         raise SnugError(
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
@@ -262,11 +263,11 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
     Weights that are no longer where they were may have moved to init_from. base_of looks at those of adapters."""
     adapters = ADAPTERS if settings.lora_rank or before.lora_rank else []
     differ = [
-        f"{name} was {getattr(before, name)!r}, is {getattr(settings, name)!r}"
-        for name in PROBLEM + CALLED + adapters
-        if getattr(before, name) != getattr(settings, name)
+        f"{name} was {getattr(before, name, None)!r}, is {getattr(settings, name)!r}"
+        for name in settings.of_task() + CALLED + adapters
+        if name != "tokenizer" and getattr(before, name, None) != getattr(settings, name)
     ]
-    was, now = find_path(before.init_from), find_path(settings.init_from)
+    was, now = (find_path(each.init_from, settings.out_dir) for each in (before, settings))
     stays = "@" in before.init_from or was.exists()
     if stays and was.resolve() != now.resolve() and not adapters:
         differ.append(f"init_from was {before.init_from!r}, is {settings.init_from!r}")
@@ -282,8 +283,17 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
 def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
     """The SFT run of this config on this run's task, seed, device and dtype, resumed if it stopped. Raises
     SnugError."""
-    names = {"seed", "device", "parallel", "dtype", "tf32", "enforce_eager", "plan", *PROBLEM}
-    names -= {"demonstration_noise"}
+    names = {
+        "seed",
+        "device",
+        "parallel",
+        "dtype",
+        "tf32",
+        "enforce_eager",
+        "plan",
+        *settings.of_task(),
+    }
+    names -= {"demonstration_noise", "tokenizer"}
     names |= {"memory_budget_gb"} if settings.memory_budget_gb else set()
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
     return prepare(*make_settings(SFTSettings, config, values))
@@ -338,7 +348,10 @@ def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed:
     own = toolbox.reward_functions() if toolbox else []
     if settings.reward_funcs or own:
         [row] = task.prompts("train", [0])
-        loaded = [load_reward_function(spec, functions, row) for spec in settings.reward_funcs]
+        loaded = [
+            load_reward_function(spec, functions, row, settings.out_dir)
+            for spec in settings.reward_funcs
+        ]
         weights = settings.reward_weights or [1.0] * len(loaded)
         return loaded + own, weights + [1.0] * len(own)
     if task.scored:

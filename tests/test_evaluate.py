@@ -290,7 +290,7 @@ def test_a_hugging_face_folder_is_evaluated_on_what_the_command_names(tmp_path, 
         assert str(prepared_by(name, "--task=addition")[2]) == f"out/{place}/evaluation-addition-test.jsonl"
     assert sorted(set((tmp_path / "model").iterdir()) - {tmp_path / "model/out"}) == before
     with pytest.raises(SnugError, match="model has no task of its own; name one, such as --task=countdown"):
-        prepared_by(tmp_path / "model", "--digits=2")
+        prepared_by(tmp_path / "model")
 
 
 def test_what_cannot_be_evaluated_is_refused(run_folder):
@@ -302,7 +302,10 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
         ("--tokenizer=gpt2", "='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded"),
         (f"--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
         (f"--data_file={home}/unscored.jsonl", "unscored.jsonl has no column answer to score by"),
-        ("--task=countdown --data_file=x", "data_file='x' does not fit task='countdown'"),
+        (
+            "--task=countdown --data_file=x",
+            "unknown option --data_file; it is an option of --task=gsm8k or jsonl or code",
+        ),
         ("--task=countdown --countdown_operators=%", "countdown_operators='%'"),
         ("--max_new_tokens=20", "with max_new_tokens=20 that is 24, more than block_size=16"),
         (
@@ -329,13 +332,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sampled(run
 
 def changed(words, run):
     """The settings of an evaluation with these words of a run with these settings."""
-    options, given, _ = read_settings(EvaluateSettings, words.split(), positional="folder")
+    options, given, _ = read_settings(EvaluateSettings, ["run", *words.split()], "folder", lambda _: run.task)
     return evaluation_settings(options, given, run)
 
 
 def test_options_come_from_the_command_then_the_run_and_another_task_has_the_defaults():
     lengths = dict(max_new_tokens=9, max_prompt_length=5, stop_string="x")
-    run = GRPOSettings(digits=7, countdown_max_number=9, demonstration_noise=0.5, chat=True, **lengths)
+    run = GRPOSettings(digits=7, demonstration_noise=0.5, chat=True, **lengths)
     same = replace(run, max_iters=0)  # nothing is trained
     assert changed("", run) == changed("--task=", run) == changed("--task=addition", run) == same
     # 4 digits are the default, too.

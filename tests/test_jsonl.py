@@ -24,7 +24,7 @@ from helpers.tasks import written
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
-from snug.options import SnugError
+from snug.options import SnugError, merge_options
 from snug.tokenizer import get_tokenizer
 
 
@@ -327,10 +327,16 @@ def test_rewards_need_an_answer_or_a_function(tmp_path):
         prepare(run)
 
 
+def of_file(settings, path, **changes):
+    """The same settings for the rows of a file."""
+    changes = dict(task="jsonl", data_file=path, demonstration_noise=0.0) | changes
+    return merge_options(type(settings), settings, None, set(), **changes)
+
+
 def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
     path = written(tmp_path, [{"prompt": str(i), "demonstration": "x"} for i in range(50)])
     sft, _ = tiny(tmp_path)
-    train_sft.main(prepare(dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0)))
+    train_sft.main(prepare(of_file(sft, path)))
     assert not any("pass_at_1" in record for record in read_log(sft.out_dir))
     assert not (Path(sft.out_dir) / "best").exists()
     with pytest.raises(SnugError, match="data.jsonl:1: answer must be .* not None; rows need .* a demonstration .SFT"):
@@ -416,7 +422,7 @@ def test_demonstrations_that_do_not_fit_are_dropped_with_their_prompts(tmp_path)
 def test_dropped_prompts_are_counted_in_the_log_and_not_evaluated(tmp_path, capsys):
     path = long_rows(tmp_path, long=range(0, 50, 2))
     sft, _ = tiny(tmp_path)
-    sft = dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0, block_size=20)
+    sft = of_file(sft, path, block_size=20)
     sft = dataclasses.replace(sft, drop_long_prompts=True, max_iters=1, eval_prompts=500)
     train_sft.main(prepare(sft))
     prepared = prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)[0]
@@ -498,11 +504,10 @@ def test_a_split_without_rows(tmp_path):
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
     sft, grpo = tiny(tmp_path)
-    changes = dict(task="jsonl", data_file=few_rows(tmp_path, "train"), eval_prompts=0, max_iters=1)
-    sft = dataclasses.replace(sft, demonstration_noise=0.0, **changes)
+    sft, grpo = (of_file(run, few_rows(tmp_path, "train"), eval_prompts=0, max_iters=1) for run in (sft, grpo))
     train_sft.main(prepare(sft))
-    main(prepare(dataclasses.replace(grpo, **changes)))
-    main(prepare(dataclasses.replace(grpo, plan=True, **changes)))
+    main(prepare(grpo))
+    main(prepare(dataclasses.replace(grpo, plan=True)))
     said = capsys.readouterr().out
     assert said.count(" prompts for training, 0 held out\n") == 2 and "peak_gib=" in said
     with pytest.raises(SnugError, match="no row is in the test split; name a test_file"):
@@ -514,7 +519,7 @@ def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
 def test_a_resumed_run_keeps_its_data(tmp_path):
     path = written(tmp_path, GOOD)
     sft, _ = tiny(tmp_path)
-    sft = dataclasses.replace(sft, task="jsonl", data_file=path, demonstration_noise=0.0)
+    sft = of_file(sft, path)
     train_sft.main(prepare(sft))
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
@@ -653,13 +658,3 @@ def test_a_row_of_another_form_is_told_which_columns_it_has(tmp_path):
     with pytest.raises(SnugError, match="not None; .* or name --answer_column, it has completion, level"):
         task_of(path)
     assert task_of(path, answer_column="completion").size("train") > 4
-
-
-def test_a_file_is_answered_with_the_task_that_reads_it():
-    for cls in (GRPOSettings, SFTSettings):
-        with pytest.raises(SnugError, match="does not fit task='addition', chat=False; add --task=jsonl, or another"):
-            make_task(cls(data_file="mine.jsonl"))
-    with pytest.raises(
-        SnugError, match="system_prompt='Be brief.' does not fit task='addition', chat=False; add --chat"
-    ):
-        make_task(GRPOSettings(system_prompt="Be brief."))

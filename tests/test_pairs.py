@@ -280,9 +280,9 @@ def test_a_file_of_samples_of_two_models_is_refused(folders):
 
 def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
     """A run beside the model that it began from: its options hold for both, its limit too."""
-    for task in ("addition", "countdown"):
-        options = dict(n_layer=1, n_embd=16, n_head=4, block_size=96, max_iters=1, batch_size=2, eval_prompts=0)
-        train_sft.main(prepare(SFTSettings(task=task, device="cpu", digits=2, out_dir=str(tmp_path / task), **options)))
+    for task, own in (("addition", dict(digits=2)), ("countdown", {})):
+        options = own | dict(n_layer=1, n_embd=16, n_head=4, block_size=96, max_iters=1, batch_size=2, eval_prompts=0)
+        train_sft.main(prepare(SFTSettings(task=task, device="cpu", out_dir=str(tmp_path / task), **options)))
     run, model = str(tmp_path / "addition"), str(folders / "a")
     prepare_options = EvaluateSettings(num_prompts=3)
     monkeypatch.setattr("runs.prepare.refuse_lengths", lambda prepared: None)  # of the models' 32 tokens

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data import TASKS
 from helpers import HOME
 from helpers.files import source_files
 from helpers.runs import refused
@@ -14,10 +15,22 @@ from runs import fork
 from runs.prepare import prepare
 from settings import RULES, EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug import options
-from snug.options import SnugError, parse_value, read_config, read_settings
+from snug.options import SnugError, make_settings, read_settings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
-EVERY_OPTION = [(cls, name) for cls in CLASSES for name in options.fields(cls)]
+OF_TASKS = [GRPOSettings.with_task(name) for name in TASKS]
+EVERY_OPTION = [(cls, name) for cls in (*CLASSES, *OF_TASKS) for name in options.fields(cls)]
+
+
+def read_value(cls, name, text):
+    return options.check_value(cls, name, options.parse_value(cls, name, text), f"--{name}")
+
+
+def read_config(cls, path):
+    """Only the config's own values, though they may not fit together."""
+    given = options.read_config(path)
+    cls = options.class_of(cls, given)
+    return {name: options.check_value(cls, name, value, where) for name, (where, value) in given.items()}
 
 
 def config(tmp_path, text):
@@ -36,8 +49,8 @@ def test_defaults_go_through_a_config_and_the_command_line(cls, tmp_path):
     values = vars(cls())
     assert read_config(cls, config(tmp_path, "".join(f"{name} = {v!r}\n" for name, v in values.items()))) == values
     for name, value in values.items():
-        assert len(options.fields(cls)[name].metadata["meaning"]) > 5
-        read = parse_value(cls, name, ",".join(value) if isinstance(value, list) else str(value))
+        assert len(options.fields(type(cls()))[name].metadata["meaning"]) > 5
+        read = read_value(type(cls()), name, ",".join(value) if isinstance(value, list) else str(value))
         assert read == value and type(read) is type(value)
 
 
@@ -85,17 +98,17 @@ def test_limits_of_numbers():
         kind, limits = options.type_of(cls, name)[0], options.fields(cls)[name].metadata
         minimum, maximum = limits["minimum"], limits["maximum"]
         for limit in {minimum, maximum} - {math.inf}:
-            assert parse_value(cls, name, str(limit)) == limit
+            assert read_value(cls, name, str(limit)) == limit
         bad = [minimum - (1 if kind is int else 1e-6), *([kind(maximum + 1)] if maximum < math.inf else [])]
         for value in [*bad, *([math.nan, -math.inf, math.inf] if kind is float else [])]:
-            assert f"--{name}={value} is not from {minimum} to {maximum}" in refused(parse_value, cls, name, str(value))
+            assert f"--{name}={value} is not from {minimum} to {maximum}" in refused(read_value, cls, name, str(value))
 
 
 def test_other_words_than_the_choices_are_refused():
     for cls, name in EVERY_OPTION:
         choices = options.fields(cls)[name].metadata["choices"]
         for choice in choices:
-            assert parse_value(cls, name, choice) in (choice, [choice])
+            assert read_value(cls, name, choice) in (choice, [choice])
         if choices:
             message = refused(read_settings, cls, [f"--{name}={choices[1]}e"])
             assert f"{choices[1]}e' is not one of {', '.join(choices)}; did you mean {choices[1]}?" in message
@@ -104,7 +117,7 @@ def test_other_words_than_the_choices_are_refused():
 
 @pytest.mark.parametrize("cls", CLASSES[:4])
 def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
-    assert refused(read_settings, cls, ["--sede", "1"]) == "unknown option --sede; did you mean seed?"
+    assert refused(read_settings, cls, ["--sede=1"]) == "unknown option --sede; did you mean seed?"
     assert refused(read_settings, cls, ["--see=1"]) == "unknown option --see; did you mean seed?"  # no abbreviations
     assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help=all lists all options"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
@@ -120,19 +133,20 @@ def test_names_that_share_only_their_folder_are_not_similar():
     assert options.did_you_mean("ten", ["tokenizer", "seed"]) == options.did_you_mean("", ["a"]) == ""
 
 
-def test_another_commands_option_is_answered_with_the_command(tmp_path):
-    for cls, name, scripts in (
-        (SFTSettings, "max_new_tokens", "grpo.py, sample.py, evaluate.py"),
-        (SFTSettings, "group_size", "grpo.py"),
-        (GRPOSettings, "num_samples", "sample.py, evaluate.py"),
-        (SampleSettings, "num_prompts", "evaluate.py"),
-        (EvaluateSettings, "learning_rate", "grpo.py, train_sft.py"),
-        (EvaluateSettings, "prompt", "sample.py"),
-    ):
-        said = f"; it is an option of {scripts}"
-        assert refused(read_settings, cls, [f"--{name}=1"]) == f"unknown option --{name}{said}"
-        path = config(tmp_path, f"{name} = 1\n")
-        assert refused(read_config, cls, path) == f"unknown option {path}:1: {name}{said}"
+def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
+    for cls in (SFTSettings, GRPOSettings, EvaluateSettings):
+        said = "; it is an option of --task=countdown"
+        assert refused(read_settings, cls, ["--countdown_numbers=3"]) == f"unknown option --countdown_numbers{said}"
+        said = "; it is an option of --task=gsm8k or jsonl or code"
+        assert refused(read_settings, cls, ["--task=lookup", "--data_file=3"]) == f"unknown option --data_file{said}"
+        path = config(tmp_path, "digits = 1\ntask = 'jsonl'\n")
+        assert (
+            refused(make_settings, cls, path, {})
+            == f"unknown option {path}:1: digits; it is an option of --task=addition"
+        )
+    text = "countdown_numbers = '3'\ntask = 'countdown'\ncountdown_max_number = 9\n"  # in any order
+    settings, names, _ = read_settings(GRPOSettings, [config(tmp_path, text), "--countdown_numbers=4"])
+    assert (settings.countdown_numbers, settings.countdown_max_number) == ("4", 9) and len(names) == 3
 
 
 # What is here not by an option's name: places, and values of options.
@@ -150,7 +164,7 @@ def test_names_of_trl_are_answered_with_ours(tmp_path):
             assert refused(read_settings, cls, [word]) == f"unknown option {word.split('=')[0]}; here it is {ours}"
         path = config(tmp_path, "max_steps = 3\n")
         assert refused(read_config, cls, path) == f"unknown option {path}:1: max_steps; here it is max_iters"
-    known = options.fields(GRPOSettings)
+    known = options.fields(GRPOSettings.with_task("jsonl"))
     of_commands = {name for _, name in EVERY_OPTION}
     for theirs, answer in options.ELSEWHERE.items():
         assert theirs not in known and set(re.findall(r"--(\w+)", answer)) <= of_commands
@@ -184,9 +198,9 @@ def test_other_words_for_values_are_answered():
         ("dtype", "bf16", "here it is dtype=bfloat16"),
         ("lr_schedule", "constant_with_warmup", "here it is constant"),
     ):
-        assert refused(parse_value, GRPOSettings, option, theirs).endswith(f"; {answer}")
-    assert "the range of float16 is too small" in refused(parse_value, GRPOSettings, "dtype", "fp16")
-    assert parse_value(SampleSettings, "prompt", "bf16") == "bf16"  # text is text
+        assert refused(read_value, GRPOSettings, option, theirs).endswith(f"; {answer}")
+    assert "the range of float16 is too small" in refused(read_value, GRPOSettings, "dtype", "fp16")
+    assert read_value(SampleSettings, "prompt", "bf16") == "bf16"  # text is text
 
 
 # -----------------------------------------------------------------------------
@@ -215,8 +229,8 @@ def test_ways_to_write_a_value():
 
 def test_wrong_command_lines(tmp_path, monkeypatch):
     for line, message in {
-        "--seed": "--seed: expected one argument; options are written --name=value",
-        "--seed --digits=3": "--seed: expected one argument; options are written --name=value",
+        "--seed": "--seed has no value; options are written --name=value",
+        "--seed --digits=3": "--seed has no value; options are written --name=value",
         "--seed=1.5": "--seed takes a whole number, not '1.5'",
         "--bias=yes": "--bias takes true or false, not 'yes'",
         "--learning_rate=none": "--learning_rate takes a number, not 'none'",
@@ -268,7 +282,8 @@ def test_help_shows_the_usual_options_by_topic_in_80_columns(cls, capsys, monkey
         read_settings(cls, ["-h"])
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    usual = cls.usual.split() if hasattr(cls, "usual") else [*options.fields(cls)]
+    cls = type(cls())
+    usual = [*cls.usual.split(), *options.fields(cls.own_options)] if hasattr(cls, "usual") else [*options.fields(cls)]
     assert set(usual) <= set(options.fields(cls)) and len(usual) <= 25
     shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
     assert sorted(shown) == sorted(usual) and max(map(len, lines)) <= 80
@@ -291,7 +306,7 @@ def test_help_has_the_topics_that_have_options_and_a_commands_own_under_its_name
     headings = headings_of(lines)
     for line, behind in zip(lines, [*lines[1:], ""], strict=True):
         assert line not in headings or behind.startswith("  ")
-    names = {name for each in cls.__mro__ for name in [each.__name__] if name.endswith("Options")}
+    names = {name for each in type(cls()).__mro__ for name in [each.__name__] if name.endswith("Options")}
     topics = {heading[:-1] for heading in headings} - {"positional arguments", cls.__name__.removesuffix("Settings")}
     assert topics <= {name.removesuffix("Options") for name in names} and "\nobject:" not in out
     assert f"  --{own} " in out.partition(f"\n{cls.__name__.removesuffix('Settings')}:\n")[2].partition("\n\n")[0]
@@ -310,11 +325,12 @@ epsilon_high = None
 reward_funcs = ('a:b', "c:d")
 reward_weights = [1, 0.5]
 seed = 0x10
+task = "countdown"
 countdown_operators = '+' '-'
 """
     values = read_config(GRPOSettings, config(tmp_path, text))
     expected = dict(learning_rate=1.0, epsilon_high=None, reward_funcs=["a:b", "c:d"], reward_weights=[1.0, 0.5])
-    assert values == expected | dict(seed=16, countdown_operators="+-")
+    assert values == expected | dict(seed=16, task="countdown", countdown_operators="+-")
     assert type(values["learning_rate"]) is type(values["reward_weights"][0]) is float
     assert type(values["reward_funcs"]) is list
     assert read_config(GRPOSettings, config(tmp_path, "")) == {}
@@ -399,7 +415,7 @@ NAMED = [  # words, the option that has to be named, values of {n}: refused wher
     ("--vocab_size={n}", "vocab_size", [1, 256]),
     ("--block_size={n}", "block_size", [2, 24]),
     ("--digits={n}", "digits", [1001]),
-    ("--task=jsonl --digits={n}", "data_file", [3]),
+    ("--task=jsonl --digits={n}", "digits", [3]),
     ("--data_file=rows{n}.jsonl", "data_file", [1]),
     ("--task=jsonl --data_file=no/such/file{n}.jsonl", "no/such/file", [1]),
     ("--system_prompt={n}", "system_prompt", ["Be brief."]),

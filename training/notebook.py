@@ -49,12 +49,13 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
 
     if reward_funcs is not None:
         options["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
-    for option in {"reward_funcs", "tools", "environment", "loss_type"} & options.keys():
+    for option in {"task", "reward_funcs", "tools", "environment", "loss_type"} & options.keys():
         value = options[option]
         options[option] = list(map(name, value)) if isinstance(value, list | tuple) else name(value)
     if prompts is not None:
-        file = write_prompts(prompts, make_settings(cls, config, options)[0].out_dir)
-        options = dict(task="jsonl", test_file="") | options | dict(data_file=file)
+        options = dict(task="jsonl", test_file="") | options
+        out_dir = make_settings(cls, config, options)[0].out_dir
+        options["data_file"] = write_prompts(prompts, out_dir)
     try:
         prepared = prepare(*make_settings(cls, config, options), functions=functions)
         finished = main(prepared)
@@ -102,7 +103,9 @@ class FinishedRun:
 
     def evaluate(self, **options) -> dict[str, float]:
         """Print the table of evaluate.py -> {score: value}. options: those of evaluate.py. Raises SnugError."""
-        settings, given = make_settings(EvaluateSettings, "", dict(samples_file="none") | options)
+        settings, given = make_settings(
+            EvaluateSettings, "", dict(task=self.settings.task, samples_file="none") | options
+        )
         prepared, file = prepare_evaluation(settings, given, self.folder, self.functions)
         return evaluate(settings, prepared, file, self.loaded)["scores"]
 

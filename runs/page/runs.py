@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from data import TASKS
 from runs.checkpoint import refuse_missing
 from runs.log import read_lines, read_log
 from settings import GRPOSettings, ModelOptions, SFTSettings
@@ -42,9 +43,9 @@ class Run:
     def changed(self) -> list[str]:
         """The options that differ from the defaults, but not the shape of init_from; and max_new_tokens, whose default
         depends on the model."""
-        defaults = vars(GRPOSettings() if self.kind == "GRPO" else SFTSettings()) | {
-            "max_new_tokens": None
-        }
+        task = self.settings.get("task")
+        cls = GRPOSettings if self.kind == "GRPO" else SFTSettings
+        defaults = vars(cls(task=task if task in TASKS else cls.task)) | {"max_new_tokens": None}
         hidden = {"out_dir", "init_from", "resume", "device", "parameters"}
         if self.settings.get("init_from"):
             hidden |= fields(ModelOptions).keys()

@@ -40,8 +40,6 @@ GRACE = 10.0  # seconds
 OWN = "module:function"  # a choice that stands for any of them
 # What users of other projects may write -> the answer.
 ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
-ABOVE = []  # the folders above the run that is prepared
-COMMANDS = {}  # a script -> the class of its options; another command's option is answered with its name
 
 
 class SnugError(Exception):
@@ -82,10 +80,11 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def find_path(path: str | Path) -> Path:
-    """What is not in the current folder may be in the project's: configs name files relative to it. Or above a run
-    that was started in another folder."""
-    places = [Path(path), *(place / path for place in (Path(__file__).parents[2], *ABOVE))]
+def find_path(path: str | Path, run: str | Path = "") -> Path:
+    """What is not in the current folder may be in the project's: configs name files relative to it. Or above the folder
+    of a run that was started elsewhere."""
+    above = Path(run).resolve().parents if run else ()
+    places = [Path(path), *(place / path for place in (Path(__file__).parents[2], *above))]
     return next(filter(os.path.exists, places), places[0])
 
 
@@ -120,38 +119,70 @@ def type_of(cls, name: str):
     return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
 
 
-def read_settings(cls, argv: list[str], positional: str = "config"):
+def read_settings(cls, argv: list[str], positional: str = "config", task_of=None):
     """`argv` (without the program's name) -> (cls instance, names of the options that were set, positional argument).
 
     positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
-    ("folder", "file") it is returned unread, "" if it is missing; "folders": a list of one or two. --help prints the
-    usual options, --help=all prints all, and both exit with 0. Raises SnugError.
+    ("folder", "file") it is returned unread, "" if it is missing; "folders": a list of one or two. task_of: what says
+    the task of these folders, if none is given. --help prints the usual options and those of the task, --help=all
+    prints all, and both exit with 0. Raises SnugError.
     """
-    if {"-h", "--help", "--help=all"}.intersection(argv):
-        parser = make_parser(cls, positional, everything="--help=all" in argv)
-        print(parser.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
-        sys.exit(0)
     if positional == "config" and not argv:
         raise SnugError("name a config, such as config/grpo_small.py, or options; --help lists them")
-    flags = {f"--{name}" for name in fields(cls) if type_of(cls, name)[0] is bool}
-    argv = [f"{word}=true" if word in flags else word for word in argv]  # --plan
-    namespace, unknown = make_parser(cls, positional).parse_known_args(argv)
-    values = vars(namespace)
-    place, more = values.pop(positional), [word for word in unknown if not word.startswith("-")]
-    for flag in sorted({word.partition("=")[0] for word in unknown} - {*more}):
-        raise unknown_option(cls, flag.lstrip("-"), flag)
-    if positional == "folders":
-        place, more = [place, *more[:1]], more[1:]
-    if more:
-        raise SnugError(f"one argument too many: {more[0]}; options are written --name=value")
-    return *make_settings(cls, place if positional == "config" else "", values), place
+    asked, places, texts = {"-h", "--help", "--help=all"}.intersection(argv), [], {}
+    words = iter(argv)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not word.startswith("-"):
+            places.append(word)
+        elif word not in asked:
+            if not equals:  # --plan, or --seed 3
+                takes_word = name[2:] in fields(cls) and type_of(cls, name[2:])[0] is not bool
+                text = next(words, "--") if takes_word else "true"
+                if text.startswith("--"):
+                    raise SnugError(f"{name} has no value; options are written --name=value")
+            texts[name] = text
+    if places[1 + (positional == "folders") :]:
+        raise SnugError(f"one argument too many: {places[-1]}; options are written --name=value")
+    place = places[0] if places else ""
+    given = read_config(place) if positional == "config" and place else {}
+    if "--task" in texts:
+        given["task"] = "--task", texts["--task"]
+    elif task_of and place and not asked:
+        cls = cls.with_task(task_of(places))
+    cls = class_of(cls, given)
+    if asked:
+        parser = make_parser(cls, positional, everything="--help=all" in asked)
+        print(parser.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
+        sys.exit(0)
+    for flag, text in texts.items():
+        name = flag.removeprefix("--")
+        if name not in fields(cls):
+            raise unknown_option(cls, name.lstrip("-"), flag)
+        given[name] = flag, parse_value(cls, name, text)
+    return *checked_settings(cls, given), places or [""] if positional == "folders" else place
 
 
 def make_settings(cls, config: str, values: dict):
     """A config's options ("": none) and `values`, which override them -> (cls instance, names of the options set)."""
-    values = {name: check_value(cls, name, value, name) for name, value in values.items()}
-    if config:
-        values = read_config(cls, config) | values
+    given = read_config(config) if config else {}
+    given |= {name: (name, value) for name, value in values.items()}
+    return checked_settings(class_of(cls, given), given)
+
+
+def class_of(cls, given: dict):
+    """-> cls with the options of the task that is given."""
+    if not hasattr(cls, "with_task"):
+        return cls
+    if "task" not in given:
+        return cls.with_task(cls.task)
+    where, task = given["task"]
+    return cls.with_task(check_value(cls, "task", task, where))
+
+
+def checked_settings(cls, given: dict):
+    """{name: (where it was given, value)} -> (cls instance, the names). Raises SnugError."""
+    values = {name: check_value(cls, name, value, where) for name, (where, value) in given.items()}
     settings = cls(**values)
     if hasattr(settings, "check"):
         settings.check()
@@ -160,12 +191,14 @@ def make_settings(cls, config: str, values: dict):
 
 def merge_options(cls, run, settings, given: set[str], **changes):
     """-> a cls: an option as it was `given` in `settings`, or as in `changes`, or as in `run`, or its default."""
-    values = {name: getattr(run, name) for name in fields(cls) if hasattr(run, name)} | changes
-    return cls(**values | {name: getattr(settings, name) for name in given & fields(cls).keys()})
+    cls = cls.with_task(changes.get("task", run.task))
+    known = fields(cls)
+    values = {name: getattr(run, name) for name in known if hasattr(run, name)} | changes
+    return cls(**values | {name: getattr(settings, name) for name in given & known.keys()})
 
 
-def read_config(cls, path: str):
-    """A file of `name = literal` lines -> {name: value}. Raises SnugError."""
+def read_config(path: str) -> dict:
+    """A file of `name = literal` lines -> {name: (file and line, value)}. Raises SnugError."""
     try:
         tree = ast.parse(find_path(path).read_bytes())
     except OSError as error:
@@ -184,7 +217,7 @@ def read_config(cls, path: str):
         except (AttributeError, ValueError, TypeError):  # another statement; no literal; {[]}
             text = ast.unparse(node)[:60]
             raise SnugError(f"{where}: {text!r} is not name = value with a literal value") from None
-        values[name] = check_value(cls, name, value, f"{where}: {name}")
+        values[name] = f"{where}: {name}", value
     return values
 
 
@@ -203,19 +236,15 @@ def answer_to(word: str, known: Iterable[str]) -> str:
 
 def unknown_option(cls, name: str, shown: str) -> SnugError:
     """shown: the name as the user wrote it."""
-    scripts = [script for script, other in COMMANDS.items() if name in fields(other)]
-    if scripts and name not in fields(cls):
-        hint = f"; it is an option of {', '.join(scripts)}"
-    else:
-        hint = answer_to(name, fields(cls)) or "; --help=all lists all options"
+    hint = cls.hint(name) if hasattr(cls, "hint") else ""
+    hint = hint or answer_to(name, fields(cls)) or "; --help=all lists all options"
     return SnugError(f"unknown option {shown}{hint}")
 
 
 def parse_value(cls, name: str, text: str):
-    """The text after `--name=` -> a value of the option's type. Raises SnugError."""
+    """The text after `--name=` -> a value of the option's type, or the text; check_value refuses it."""
     kind, optional = type_of(cls, name)
-    value = None if optional and text.lower() == "none" else convert(text, kind)
-    return check_value(cls, name, value, f"--{name}")
+    return None if optional and text.lower() == "none" else convert(text, kind)
 
 
 def convert(text: str, kind):
@@ -272,11 +301,6 @@ def check_value(cls, name: str, value, where: str):
     return items if is_list else items[0]
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise SnugError(f"{message.removeprefix('argument ')}; options are written --name=value")
-
-
 ABOUT = {
     "config": "a file of `name = value` lines",
     "run": "a run's folder",
@@ -285,21 +309,22 @@ ABOUT = {
 }
 
 
-def make_parser(cls, positional: str, everything: bool = True) -> Parser:
-    """A parser for the options of `cls`. In the help each class ending in Options that has some is a topic.
+def make_parser(cls, positional: str, everything: bool) -> argparse.ArgumentParser:
+    """For the help of the options of `cls`, in which each class ending in Options that has some is a topic.
 
-    everything=False: the help shows only the options that `cls.usual` names, if there is such a list.
+    everything=False: the help shows only the options that `cls.usual` names, if there is such a list, and a task's.
     """
-    usual = fields(cls) if everything else getattr(cls, "usual", " ".join(fields(cls))).split()
+    usual = [*fields(cls)]
+    if not everything and hasattr(cls, "usual"):
+        usual = [*cls.usual.split(), *fields(cls.own_options)]
     hidden = len(fields(cls)) - len(usual)
     module = sys.modules["__main__"].__spec__
     program = f"-m {module.name}" if module else Path(sys.argv[0]).name  # -m runs.export
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         usage=f"python {program} [{positional}] [--name=value ...]",
         description=cls.__doc__,
         epilog=f"{hidden} more options: --help=all" if hidden else None,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
-        allow_abbrev=False,
         add_help=False,
     )
     parser.add_argument(positional, nargs="?", default="", help=ABOUT[positional])
@@ -319,11 +344,10 @@ def make_parser(cls, positional: str, everything: bool = True) -> Parser:
         )
         for name in names:
             field = fields(cls)[name]
+            choices = [choice for choice in field.metadata["choices"] if choice != OWN]
             group.add_argument(
                 f"--{name}",
-                type=partial(parse_value, cls, name),
-                default=argparse.SUPPRESS,
-                metavar="|".join(field.metadata["choices"]) or KINDS[type_of(cls, name)[0]][1],
+                metavar="|".join(choices) or KINDS[type_of(cls, name)[0]][1],
                 help=help_of(field) if name in usual else argparse.SUPPRESS,
             )
     return parser

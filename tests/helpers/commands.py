@@ -5,7 +5,6 @@ import re
 import shlex
 
 from helpers import HOME
-from settings import GRPOSettings, SFTSettings
 from snug.options import read_config
 
 CONFIGS = sorted(HOME.glob("config/*.py"))
@@ -40,7 +39,7 @@ def script_of(config):
 
 
 def values_of(config):
-    return read_config(SFTSettings if script_of(config) == "train_sft.py" else GRPOSettings, str(config))
+    return {name: value for name, (_, value) in read_config(str(config)).items()}
 
 
 def command_of(config):

@@ -1,0 +1,166 @@
+"""A task in the user's own file, with an option of its own: it trains, goes on, is evaluated and sampled, from anywhere."""
+
+import sys
+
+import pytest
+
+import evaluate
+import grpo
+import sample
+import train_sft
+from runs.checkpoint import find_run, newest, task_of
+from runs.evaluation import prepare_evaluation
+from runs.prepare import prepare
+from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
+from snug.options import SnugError, read_settings
+
+LETTERS = '''
+from dataclasses import dataclass
+
+from data.task import Task
+from snug.options import option
+
+
+@dataclass
+class LettersOptions:
+    """task=my_letters:Letters."""
+
+    length: int = option(3, "letters of a word", minimum=1)
+    loud: bool = option(False, "answer in capitals")
+
+
+class Letters(Task):
+    """Write a word backwards."""
+
+    options = LettersOptions
+    columns = ("word",)
+
+    def propose(self, rng):
+        word = "".join(rng.choices("abcdef", k=self.settings.length))
+        return {"prompt": f"{word}=", "word": word}
+
+    def demonstration(self, row, rng):
+        text = row["word"][::-1]
+        return text.upper() if self.settings.loud else text
+
+    def is_right(self, completion, word):
+        return completion == self.demonstration({"word": word}, None)
+
+    def longest_bytes(self):
+        return self.settings.length + 1, self.settings.length
+
+
+class NoTask:
+    pass
+
+
+class Bare(Letters):
+    options = NoTask
+
+
+class Shared(Letters):
+    @dataclass
+    class options:
+        seed: int = option(1, "a seed")
+'''
+SMALL = """--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --device=cpu --batch_size=4 --eval_prompts=4 --save_interval=1
+--eval_interval=0""".split()
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder with the user's file."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "work/my_letters.py").write_text(LETTERS)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    yield tmp_path / "work"
+    sys.modules.pop("my_letters", None)
+
+
+def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, capsys):
+    # In any order, in configs and on the command line
+    (work / "sft.py").write_text(
+        "length = 4\ntask = 'my_letters:Letters'\nout_dir = 'out/sft'\nloud = True\nmax_iters = 2\n"
+    )
+    train_sft.main(prepare(*read_settings(SFTSettings, ["sft.py", *SMALL])[:2]))
+    words = [
+        "--task=my_letters:Letters",
+        "--length=4",
+        "--loud",
+        "--init_from=out/sft",
+        "--out_dir=out/mine",
+        "--max_iters=2",
+    ]
+    words += [*SMALL[4:], "--group_size=2", "--max_new_tokens=5", "--beta=0"]
+    grpo.main(prepare(*read_settings(GRPOSettings, words)[:2]))
+    # From another folder, where the file is not, in another process
+    run = str(work / "out/mine")
+    (work / "elsewhere").mkdir()
+    monkeypatch.chdir(work / "elsewhere")
+    sys.modules.pop("my_letters")
+    sys.path[:] = [place for place in sys.path if place != str(work)]
+    prepared = prepare(*read_settings(GRPOSettings, [f"--resume={run}", "--max_iters=3"])[:2])
+    assert prepared.settings.length == 4 and prepared.settings.loud and prepared.task.row("test", 0)["word"]
+    grpo.main(prepared)
+    assert newest(run).name == "checkpoint-000003"
+    options, given, folders = read_settings(
+        EvaluateSettings, [run, "--num_prompts=3", "--length=5"], "folders", task_of
+    )
+    prepared, file = prepare_evaluation(options, given, *folders)
+    assert prepared.settings.length == 5 and prepared.settings.loud  # one is given, the other is the run's
+    assert "pass_at_1" in evaluate.main(options, prepared, file)["scores"]
+    settings, given, folder = read_settings(SampleSettings, [run, "--num_samples=2"], "folder")
+    capsys.readouterr()
+    sample.main(settings, given, find_run(folder))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line[4] == "=" for line in lines)
+    for words, said in {
+        "--length=5": "length was 4, is 5",
+        "--digits=4": "unknown option digits; it is an option of --task=addition",
+    }.items():
+        with pytest.raises(SnugError, match=said):
+            prepare(
+                *read_settings(
+                    GRPOSettings, [f"--resume={run}", "--task=my_letters:Letters"][: 1 + ("length" in words)] + [words]
+                )[:2]
+            )
+
+
+def test_a_notebook_names_the_class(work):
+    sys.path.append(str(work))
+    from my_letters import Letters
+
+    run = grpo.train(task=Letters, length=2, out_dir="out/run", group_size=2, max_iters=1, max_new_tokens=4, beta=0.0,
+                     n_layer=1, n_embd=8, n_head=1, block_size=16, batch_size=2, eval_prompts=2, device="cpu")  # fmt: skip
+    assert run.settings.task == "my_letters:Letters" and run.settings.length == 2
+    assert "pass_at_1" in run.evaluate(length=3, num_prompts=2)
+
+
+def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
+    for words in (["--help"], ["--help=all"]):
+        for task, shown in (("my_letters:Letters", "--length N"), ("countdown", "--countdown_numbers TEXT")):
+            with pytest.raises(SystemExit):
+                read_settings(GRPOSettings, [*words, f"--task={task}"])
+            out = capsys.readouterr().out
+            assert shown in out and "--digits" not in out and "--data_file" not in out
+    with pytest.raises(SystemExit):
+        read_settings(GRPOSettings, ["--help"])
+    assert "--digits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "task, said",
+    {
+        "my_letters": "'my_letters' is not one of addition, ",
+        "my_letters:NoTask": "task='my_letters:NoTask' is no task; derive the class from data.task.Task",
+        "my_letters:dataclass": "is no task",
+        "my_letters:Leters": "has no function Leters; did you mean Letters?",
+        "no_such:Task": "no module no_such",
+        "my_letters:Bare": "its options must be a dataclass of fields such as ",
+        "my_letters:Shared": "seed is an option already; rename the task's",
+    }.items(),
+)
+def test_what_is_no_task_is_refused(work, task, said):
+    with pytest.raises(SnugError, match=said):
+        read_settings(GRPOSettings, [f"--task={task}"])
