@@ -68,11 +68,10 @@ class MicroBatch:
 class Cut:
     """Which sequences go together: optimizer steps of equally many, each cut into micro-batches.
 
-    Made once, for every pass over the sequences, on the host's numbers; `within` gives the same in other micro-batches.
-    Sequences i with the same i // group_size have the same prompt. steps[i][j]: the numbers of the sequences in
-    micro-batch j of optimizer step i, groups together. rank_of[i]: which process takes them.
+    Made once, for every pass over the sequences, on the host's numbers. Sequences i with the same i // group_size have
+    the same prompt. step_indices[i]: the sequences of optimizer step i. steps[i][j]: those of its micro-batch j, groups
+    together. rank_of[i]: which process takes sequence i. places[i]: of its sampled tokens within its completion.
     longest, largest: tokens in the row of the longest sequence and of the largest micro-batch.
-    places[i]: of the sampled tokens of sequence i within its completion.
 
         a prompt of 4, completions of 3 and 5; a prompt of 2, completions of 9 and 1; one step
         tokens in the row: 4 + 2 + 4 = 10, and 2 + 8 + 0 = 10
@@ -84,70 +83,68 @@ class Cut:
         self.prompt_lengths = sequences.prompt_lengths.tolist()
         self.completion_lengths = sequences.completion_lengths.tolist()
         self.places = places_of(sequences)
-        self.group_size, self.step_size = group_size, step_size or len(self.prompt_lengths)
+        N = len(self.prompt_lengths)
+        self.group_size, self.step_size = group_size, step_size or N
+        self.step_indices = [range(i, i + self.step_size) for i in range(0, N, self.step_size)]
         self.processes = processes
         self.longest = max(map(sum, zip(self.prompt_lengths, self.completion_lengths, strict=True))) - 1
-        self.fill(max_tokens)
+        self.make_micro_batches(max_tokens)
 
-    def within(self, max_tokens: int) -> "Cut":
+    def with_limit(self, max_tokens: int) -> "Cut":
         """The same sequences and steps, in micro-batches of max_tokens at most, or of one sequence. 0: one a step."""
         if max_tokens == self.max_tokens:
             return self
         other = copy(self)
-        other.fill(max_tokens)
+        other.make_micro_batches(max_tokens)
         return other
 
-    def fill(self, max_tokens: int):
-        """Make the micro-batches, for the constructor and `within`."""
-        self.max_tokens, self.steps, self.largest, self.rank_of = max_tokens, [], 0, {}
-        for first in range(0, len(self.prompt_lengths), self.step_size):
-            bins = self.packed(range(first, first + self.step_size), max_tokens)
-            self.steps.append([bin.sequences for bin in bins])
-            self.largest = max(self.largest, *(bin.tokens for bin in bins))
-            self.rank_of |= {i: bin.rank for bin in bins for i in bin.sequences}
+    def make_micro_batches(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        self.steps, self.rank_of, self.largest = [], {}, 0
+        for indices in self.step_indices:
+            packs = self.pack(indices, max_tokens)
+            self.steps.append([pack.indices for pack in packs])
+            self.largest = max(self.largest, *(pack.tokens for pack in packs))
+            self.rank_of |= {i: pack.rank for pack in packs for i in pack.indices}
 
-    def packed(self, sequences: range, max_tokens: int) -> list["Bin"]:
-        """The largest groups first, each to the process with the fewest tokens, there to the first bin with room."""
-        loads, bins = [0] * self.processes.size, []
-        share = -(-sum(group.tokens for group in self.groups_within(sequences, 0)) // len(loads))
-        groups = self.groups_within(sequences, min(max_tokens or share, share))
+    def pack(self, indices: range, max_tokens: int) -> list["Pack"]:
+        """The largest groups first, each to the process with the fewest tokens, there to the first pack with room."""
+        loads, packs = [0] * self.processes.size, []
+        share = -(-sum(group.tokens for group in self.split_groups(indices, 0)) // len(loads))
+        groups = self.split_groups(indices, min(max_tokens or share, share))
         for group in sorted(groups, key=lambda group: -group.tokens):
             group.rank = loads.index(min(loads))
             loads[group.rank] += group.tokens
-            for bin in bins:
-                if bin.rank == group.rank and not 0 < max_tokens < bin.tokens + group.tokens:
-                    bin.tokens += group.tokens
-                    bin.sequences += group.sequences
+            for pack in packs:
+                if pack.rank == group.rank and not 0 < max_tokens < pack.tokens + group.tokens:
+                    pack.tokens += group.tokens
+                    pack.indices += group.indices
                     break
             else:
-                bins.append(group)
-        return bins
+                packs.append(group)
+        return packs
 
-    def groups_within(self, sequences, max_tokens):
-        """Yield each group as a Bin; in several, with the prompt repeated, where it has more than max_tokens."""
-        for group in self.groups(sequences):
-            bin = Bin(self.prompt_lengths[group[0]])
+    def split_groups(self, indices, max_tokens):
+        """Yield each group as a Pack; in several, with the prompt repeated, where it has more than max_tokens."""
+        for group in self.groups(indices):
+            pack = Pack(self.prompt_lengths[group[0]])
             for i in group:
                 length = self.completion_lengths[i] - 1  # in the row: the last token is only a target
-                if bin.sequences and 0 < max_tokens < bin.tokens + length:
-                    yield bin
-                    bin = Bin(self.prompt_lengths[i])
-                bin.sequences.append(i)
-                bin.tokens += length
-            yield bin
+                if pack.indices and 0 < max_tokens < pack.tokens + length:
+                    yield pack
+                    pack = Pack(self.prompt_lengths[i])
+                pack.indices.append(i)
+                pack.tokens += length
+            yield pack
 
-    def groups(self, sequences) -> list[list[int]]:
-        """The numbers of neighbours that have the same prompt."""
-        return [list(group) for _, group in groupby(sequences, key=lambda i: i // self.group_size)]
+    def groups(self, indices) -> list[list[int]]:
+        """Neighbours that have the same prompt."""
+        return [list(group) for _, group in groupby(indices, key=lambda i: i // self.group_size)]
 
-    def sequences(self, step: int) -> range:
-        """The numbers of an optimizer step's sequences."""
-        return range(step * self.step_size, (step + 1) * self.step_size)
-
-    def dealt(self, micro_batches: list[list[int]], model):
+    def mine(self, micro_batches: list[list[int]], model):
         """The micro-batches that this process runs the model on."""
-        dealt = self.processes.dealt(micro_batches, self.rank_of, model)
-        return counted(dealt, "micro-batches", total=-(-len(micro_batches) // self.processes.size))
+        mine = self.processes.dealt(micro_batches, self.rank_of, model)
+        return counted(mine, "micro-batches", total=-(-len(micro_batches) // self.processes.size))
 
 
 def places_of(sequences) -> list[np.ndarray]:
@@ -160,11 +157,11 @@ def places_of(sequences) -> list[np.ndarray]:
 
 
 @dataclass
-class Bin:
-    """A micro-batch that is being filled, or a group that goes into one."""
+class Pack:
+    """A micro-batch in the making, or a group that goes into one."""
 
     tokens: int  # in its row
-    sequences: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     rank: int = 0
 
 
@@ -175,54 +172,75 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     (N, T_c), teacher_outputs (N, T_c) or (N, T_c, C_T), perhaps on the host. The tables are made on the host, which
     knows the lengths, and uploaded together.
     """
-    width, groups = sequences.tokens.shape[1], cut.groups(indices)
+    tokens, device = sequences.tokens.flatten(), sequences.tokens.device
+    groups = cut.groups(indices)
     sizes = [(cut.prompt_lengths[g[0]], [cut.completion_lengths[i] - 1 for i in g]) for g in groups]
     T = sum(prompt + sum(lengths) for prompt, lengths in sizes)
-    padding = padded(T, sequences.tokens) - T  # prompts of one token, without completions
-    sizes += [(1, [])] * padding
-    # The row is made of segments: each prompt, then its completions. A segment copies a sequence from `first` on.
-    copied_from = np.array([i for group in groups for i in (group[0], *group)] + indices[:1] * padding)
-    first = np.array(
-        [position for prompt, lengths in sizes for position in (0, *[prompt] * len(lengths))]
-    )
-    spans = np.array([span for prompt, lengths in sizes for span in (prompt, *lengths)])
-    begins = spans.cumsum() - spans
-    positions = np.arange(spans.sum()) - (begins - first).repeat(spans)
-    source = copied_from.repeat(spans) * width + positions  # of the flattened tokens
-    mask = Segments(sizes, sequences.tokens.device)
-    completion = first > 0  # segments that are completions: S
-    index, prompt = copied_from[completion], first[completion]  # (S,)
-    places = [cut.places[i] for i in index]
-    lengths = np.array(list(map(len, places)))  # (S,)
-    sequence = np.arange(len(index)).repeat(lengths)  # (M,)
-    place, row = np.concatenate(places), index[sequence]  # (M,)
-    prompt_end = (begins + spans)[~completion][: len(groups)].repeat([len(group) for group in groups])
-    states = np.where(place == 0, prompt_end[sequence], begins[completion][sequence] + place) - 1
-    target = row * width + prompt[sequence] + place  # of the flattened tokens
-    tables = dict(source=source, positions=positions, start=mask.start(), tiles=mask.tiles().ravel())
-    tables |= dict(target=target, states=states, sequence=sequence, place=place, lengths=lengths)
-    tables |= dict(index=index, row=row)
-    table = upload(np.concatenate(list(tables.values())), sequences.tokens.device)
-    on_device = dict(zip(tables, table.split(list(map(len, tables.values()))), strict=True))
-    mask.tables = on_device.pop("start"), on_device.pop("tiles").view(-1, 5)
-    tokens = sequences.tokens.flatten()
+    sizes += [(1, [])] * (padded(T, tokens) - T)  # prompts of one token, without completions
+    mask = Segments(sizes, device)
+    host = tables_of(groups, sizes, cut.places, sequences.tokens.shape[1])
+    host |= dict(start=mask.start(), tiles=mask.tiles().ravel())
+    together = upload(np.concatenate(list(host.values())), device)
+    tables = dict(zip(host, together.split(list(map(len, host.values()))), strict=True))
+    mask.tables = tables.pop("start"), tables.pop("tiles").view(-1, 5)
     micro = MicroBatch(
-        tokens=tokens[on_device.pop("source")][None],
-        positions=on_device.pop("positions")[None],
-        targets=tokens[on_device.pop("target")],
+        tokens=tokens[tables.pop("source")][None],
+        positions=tables.pop("positions")[None],
+        targets=tokens[tables.pop("target")],
         mask=mask,
-        **on_device,
+        **tables,
     )
     for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_outputs"):
         if (values := getattr(sequences, name, None)) is not None:
-            if values.device == tokens.device:
+            if values.device == device:
                 values = values[micro.row, micro.place]
             else:  # the host has all three, and so waits for none
-                values = upload(values[row, place], tokens.device, values.dtype)
+                values = upload(values[host["row"], host["place"]], device, values.dtype)
             setattr(micro, name, values)
     if (advantages := getattr(sequences, "advantages", None)) is not None:
         micro.advantages = advantages[micro.index]
     return micro
+
+
+def tables_of(groups, sizes, places, width: int) -> dict:
+    """Groups of sequences, (length of the prompt, those of its completions without their last tokens) -> {name: table}.
+
+    Beside each table stand the numbers of MicroBatch's example. Its row is made of segments, each prompt and then its
+    completions: a b | x y | z | c | u. A segment copies tokens of one sequence, from one of its places on. sizes may
+    have more prompts behind those of the groups. source and target are places in the flattened tokens (N, width).
+    """
+    more = groups[0][:1] * (len(sizes) - len(groups))
+    copied = np.array([i for group in groups for i in (group[0], *group)] + more)  # 0 0 1 2 2
+    first = np.array(
+        [place for prompt, lengths in sizes for place in (0, *[prompt] * len(lengths))]
+    )  # 0 2 2 0 1
+    spans = np.array([span for prompt, lengths in sizes for span in (prompt, *lengths)])  # 2 2 1 1 1
+    begins = spans.cumsum() - spans  # 0 2 4 5 6
+    positions = np.arange(spans.sum()) - (begins - first).repeat(spans)  # 0 1 2 3 2 0 1
+    # Of the S completions: the segments that do not copy a sequence's beginning
+    completion = first > 0  # no yes yes no yes
+    index = copied[completion]  # 0 1 2
+    prompt = first[completion]  # 2 2 1
+    prompt_end = (begins + spans)[~completion][: len(groups)].repeat(list(map(len, groups)))  # 2 2 6
+    lengths = np.array([len(places[i]) for i in index])  # 3 2 2
+    # Of the M targets: a first token is predicted at its prompt's end, any other at the token before it
+    sequence = np.arange(len(index)).repeat(lengths)  # 0 0 0 1 1 2 2
+    place = np.concatenate([places[i] for i in index])  # 0 1 2 0 1 0 1
+    row = index[sequence]  # 0 0 0 1 1 2 2
+    states = (
+        np.where(place == 0, prompt_end[sequence], begins[completion][sequence] + place) - 1
+    )  # 1 2 3 1 4 5 6
+    return dict(
+        source=copied.repeat(spans) * width + positions,
+        positions=positions,
+        target=row * width + prompt[sequence] + place,
+        states=states,
+        sequence=sequence,
+        place=place,
+        lengths=lengths,
+        index=index,
+        row=row,
+    )
 
 
 @dataclass

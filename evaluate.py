@@ -172,7 +172,7 @@ def evaluate_run(model, prepared, meter, limits: Limits) -> dict[str, float]:
 
     # A reward function may draw random numbers. What the run draws afterwards must not depend on it.
     generators = generator_state()
-    samples = limits.run("eval", sample)
+    samples = limits.retry("eval", sample)
     restore_generators(generators)
     return run_scores(limits.processes.from_all_ranks(lambda: samples))
 
@@ -211,7 +211,7 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
 
     n, temperature, seed = options.num_samples, options.temperature, options.seed
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)
-    greedy, sampled = limits.run("eval", sample)
+    greedy, sampled = limits.retry("eval", sample)
     resolved = {name: getattr(settings, name, value) for name, value in vars(options).items()}
     resolved |= dict(temperature=temperature, seed=seed, device=options.device)
     resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(prepared))

@@ -12,6 +12,8 @@ Left out: an inference server, a reward model, a critic.
 """
 
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 from runs.prepare import prepare
 from settings import GRPOSettings
@@ -67,65 +69,56 @@ def train(config="", *, prompts=None, reward_funcs=None, **options):
 
 @component("rollouts")  # the name in --plan's table
 def iterate(iteration, training, collect=None):
-    """One iteration: a rollout, learned from, and its log line. collect: a planner's stand-in for `collect_groups`."""
-    settings, model = training.settings, training.model
-    training.begin_iteration(iteration)
+    """One iteration: a rollout, learned from -> (its line for the log, its samples). What is large ends here.
+
+    collect: a planner's stand-in for `collect_groups`.
+    """
+    settings, model, processes = training.settings, training.model, training.processes
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
     scored, metrics = (collect or collect_groups)(iteration, training)
     rollouts = scored.rollouts  # N completions
 
-    # 3. Cut them into optimizer steps, those into micro-batches. `run` and `fill` cut smaller after an out-of-memory.
-    max_tokens, processes = training.limits.max_tokens_per_micro_batch, training.processes
+    # 3. Cut them into optimizer steps, those into micro-batches, which are smaller after an out-of-memory.
+    max_tokens = training.limits.max_tokens_per_micro_batch
     cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, processes)
 
-    # 4. Log-probs before the first step. The model is the sampler, so the sampler's are the old ones, without a forward
-    #    pass. importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
-    rollouts.old_logprobs = rollouts.sampling_logprobs  # (N, T_c)
-    if settings.importance_sampling_cap is not None:
-        rollouts.old_logprobs = training.fill(
-            "reference", trainer_logprobs, model, rollouts, cut=cut, settings=settings
-        )
-    if settings.beta:
-        rollouts.ref_logprobs = training.fill(
-            "reference", reference_logprobs, training, rollouts, cut=cut
-        )
-    if settings.teacher:
-        rollouts.teacher_outputs = training.fill(
-            "teacher", teacher_outputs, training, rollouts, cut=cut
-        )
+    # 4. Log-probs before the first step: the sampler's, the reference's, the teacher's.
+    add_logprobs(rollouts, cut, training)
 
-    # 5. Advantages (P, k): how much better than its group was each completion?
-    if settings.multi_objective_aggregation == "normalize_then_sum":
-        weights = training.prepared.reward_weights
-        advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
-    else:
-        advantages = group_advantages(scored.rewards, settings.scale_rewards)
-    rollouts.advantages = settings.reward_coef * advantages.flatten().to(model.device)  # (N,)
+    # 5. Advantages: how much better than its group was each completion?
+    rollouts.advantages = advantages_of(scored, training).to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. Skip a step that teaches nothing: moments and decay would move the weights.
-    learning_rate, taken, skipped, step_of = learning_rate_at(iteration, settings), [], 0, {}
+    learning_rate, metrics_of_steps = learning_rate_at(iteration, settings), []
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
-    teacher = training.teacher if settings.divergence != "sampled" else None  # its head
-    for step in [*range(len(cut.steps))] * settings.num_iterations:
-        select = cut.sequences(step)
-        if not teaches(rollouts, select, settings):
-            skipped += 1
-            continue
-        # 7. Forward, head and loss, backward, a micro-batch at a time. `run` begins without gradients.
-        step_of = dict(cut=cut, step=step, settings=settings, entropies=entropies, teacher=teacher)
-        sums = training.run("train", accumulate_gradient, model, rollouts, **step_of)
-        # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
-        taken.append(training.update(sums, learning_rate, iteration, rollouts, select))
+    for _ in range(settings.num_iterations):
+        for step, indices in enumerate(cut.step_indices):
+            if not teaches(rollouts, indices, settings):
+                continue
+            # 7. Forward, head and loss, backward, a micro-batch at a time.
+            sums = training.attempt(
+                "train",
+                accumulate_gradient,
+                model,
+                rollouts,
+                cut=cut,
+                step=step,
+                settings=settings,
+                entropies=entropies,
+                teacher=training.teacher,
+            )
+            # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
+            metrics_of_steps.append(
+                training.take_step(sums, learning_rate, iteration, rollouts, indices)
+            )
 
-    # 9. Evaluate where it is due, log, save.
+    # 9. What the log says.
     processes.add(entropies)
-    samples = training.samples(scored, entropies)
-    del scored, rollouts, advantages, entropies, step_of  # before the evaluation samples its own
-    record = {"iter": iteration} | mean_of_steps(taken) | metrics
-    record |= dict(skipped_steps=skipped, learning_rate=learning_rate)
-    record["tokens_per_second"] = record.pop("tokens") / training.meter.stats()["time_rollout_s"]
-    training.end_iteration(record, samples)
+    record = {"iter": iteration} | mean_of_steps(metrics_of_steps) | metrics
+    record["skipped_steps"] = settings.num_iterations * len(cut.steps) - len(metrics_of_steps)
+    record["learning_rate"] = learning_rate
+    return record, training.samples(scored, entropies)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -139,50 +132,53 @@ def collect_groups(iteration, training):
     until P groups have rewards that are not all equal. The first P such groups are kept, in their order; if there are
     fewer, groups with equal rewards fill up.
     """
-    settings, rounds = training.settings, []
-    for turn in range(settings.max_num_gen_batches):
-        rounds.append(sample_and_score(iteration, turn, training))
-        rewards = torch.cat([scored.rewards for scored in rounds])  # (rounds * P, k)
-        varied = has_variance(rewards)  # (rounds * P,), before lengths are punished
+    settings, parts = training.settings, []
+    for number in range(settings.max_num_gen_batches):
+        parts.append(sample_and_score(iteration, number, training))
+        rewards = torch.cat([scored.rewards for scored in parts])  # (rollouts * P, k)
+        varied = has_variance(rewards)  # (rollouts * P,), before lengths are punished
         if varied.sum() >= settings.batch_size:
             break
-    training.extra_prompts += (len(rounds) - 1) * settings.batch_size
-    scored = join(rounds)
+    training.extra_prompts += (len(parts) - 1) * settings.batch_size
+    scored = join(parts)
     if cache := settings.soft_punish_cache:
         lengths = scored.rollouts.completion_lengths.cpu().view(-1, settings.group_size)
         rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, cache)
         scored = scored._replace(rewards=rewards)
-    metrics = rollout_metrics(scored) | dict(gen_batches=len(rounds))
+    metrics = rollout_metrics(scored) | dict(gen_batches=len(parts))
+    seconds = training.meter.stats()["time_rollout_s"]
+    metrics["tokens_per_second"] = metrics.pop("tokens") / seconds
     if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
-    if len(rounds) > 1:
-        scored = scored.select(
-            (~varied).int().argsort(stable=True)[: settings.batch_size].sort().values
-        )
+    if len(parts) > 1:
+        # The groups that differ come first; those kept stay in their order.
+        first = (~varied).int().argsort(stable=True)[: settings.batch_size]
+        scored = scored.select(first.sort().values)
     return scored, metrics
 
 
-def sample_and_score(iteration, turn, training):
-    """Rollout `turn` of an iteration, of batch_size prompts -> Scored. Each process samples some of the groups."""
+def sample_and_score(iteration, number, training):
+    """Rollout `number` of an iteration, of batch_size prompts -> Scored. Each process samples some of the groups."""
     prepared, P = training.prepared, training.settings.batch_size
-    share = training.processes.part(P)
-    first = (iteration + turn) * P + training.extra_prompts
-    rows = prepared.task.prompts("train", range(first, first + P)[share])
-    before = turn * P + share.start
+    mine = training.processes.part(P)
+    first_prompt = (iteration + number) * P + training.extra_prompts
+    rows = prepared.task.prompts("train", range(first_prompt, first_prompt + P)[mine])
+    prompts_before = number * P + mine.start
 
     def sample():
         with training.processes.whole(training.model) as model:
-            return sample_rows(
-                model, prepared, rows, iteration, before, training.limits.max_rollout_batch
-            )
+            max_batch = training.limits.max_rollout_batch
+            return sample_rows(model, prepared, rows, iteration, prompts_before, max_batch)
 
-    rollouts, episodes = training.run("rollout", sample)
+    rollouts, episodes = training.attempt("rollout", sample)
     with training.meter.phase("reward"):
-        return score_together(training.processes, score, rollouts, episodes, prepared)
+        if training.processes.size > 1:
+            return score_together(training.processes, rollouts, episodes, prepared)
+        return score(rollouts, episodes, prepared)
 
 
-def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
-    """k completions of each row's prompt -> (Rollouts, Episodes). before: the iteration's prompts before these."""
+def sample_rows(model, prepared, rows, iteration, prompts_before=0, max_batch=0):
+    """k completions of each row's prompt -> (Rollouts, Episodes). prompts_before: the iteration's before these."""
     settings, k = prepared.settings, prepared.settings.group_size
     return sample_episodes(
         model,
@@ -193,7 +189,7 @@ def sample_rows(model, prepared, rows, iteration, before=0, max_batch=0):
         temperature=settings.temperature,
         # Evaluations and evaluate.py have the keys below 2**32, and no other seed has this one's.
         seed=(settings.seed or 2**31) * 2**32 + iteration,
-        first_row=before * k,
+        first_row=prompts_before * k,
         max_batch=max_batch,
     )
 
@@ -204,7 +200,32 @@ def has_variance(rewards):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 4: forward passes without gradient
+# 4: log-probs before the first step, by forward passes without gradient
+
+
+def add_logprobs(rollouts, cut, training):
+    """Give the rollouts the columns (N, T_c) that the loss compares with.
+
+    The model is the sampler, so the sampler's log-probs are the old ones, without a forward pass.
+    importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
+    """
+    settings = training.settings
+
+    def of_all(phase, function, *arguments, **options):
+        """Each process fills in its own sequences."""
+        values = training.attempt(phase, function, *arguments, cut=cut, **options)
+        training.processes.add(values)
+        return values
+
+    rollouts.old_logprobs = rollouts.sampling_logprobs
+    if settings.importance_sampling_cap is not None:
+        rollouts.old_logprobs = of_all(
+            "reference", trainer_logprobs, training.model, rollouts, settings=settings
+        )
+    if settings.beta:
+        rollouts.ref_logprobs = of_all("reference", reference_logprobs, training, rollouts)
+    if settings.teacher:
+        rollouts.teacher_outputs = of_all("teacher", teacher_outputs, training, rollouts)
 
 
 @component("rollouts")
@@ -215,7 +236,7 @@ def trainer_logprobs(model, rollouts, cut, settings):
     0 after a completion's end, and in the sequences of other processes.
     """
     logprobs = torch.zeros_like(rollouts.sampling_logprobs)
-    for indices in cut.dealt(sum(cut.steps, []), model):
+    for indices in cut.mine(sum(cut.steps, []), model):
         micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model)
@@ -251,7 +272,22 @@ def teacher_outputs(training, rollouts, cut):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 7: the gradient of one optimizer step
+# 5: compare
+
+
+def advantages_of(scored, training):
+    """-> (N,): by GDPO each function's rewards are compared, else their sum. reward_coef: beside a teacher."""
+    settings = training.settings
+    if settings.multi_objective_aggregation == "normalize_then_sum":
+        weights = training.prepared.reward_weights
+        advantages = decoupled_advantages([*scored.by_function.values()], settings.group_size, weights)
+    else:
+        advantages = group_advantages(scored.rewards, settings.scale_rewards)  # (P, k)
+    return settings.reward_coef * advantages.flatten()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6 and 7: the gradient of one optimizer step
 
 
 def trainable(rollouts, indices, settings) -> list[int]:
@@ -262,12 +298,12 @@ def trainable(rollouts, indices, settings) -> list[int]:
     return [i for i in indices if stopped[i]]
 
 
-def teaches(rollouts, select, settings) -> bool:
+def teaches(rollouts, indices, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
-    sequences = trainable(rollouts, select, settings)
+    sequences = trainable(rollouts, indices, settings)
     always = settings.entropy_coef or settings.teacher or settings.beta
     learns = sequences and (always or rollouts.advantages[sequences].any())
-    return bool(learns) or not finite_columns(rollouts, select)
+    return bool(learns) or not finite_columns(rollouts, indices)
 
 
 @component("backward")  # autograd's tensors while backward runs
@@ -275,7 +311,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
     Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
-    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: for its head.
+    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: its model.
     """
     kept = (trainable(rollouts, indices, settings) for indices in cut.steps[step])
     micro_batches = list(filter(None, kept))
@@ -286,16 +322,21 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     )
     totals = dict(loss=0.0, entropy=0.0, logprob_diff_mean=0.0, logprob_diff_max=0.0, mismatch_kl=0.0)
     if entropies is not None:
-        entropies[cut.sequences(step)] = 0  # an earlier attempt may have dealt them to other processes
-    with borrowed(teacher):
-        for indices in cut.dealt(micro_batches, model):
+        entropies[cut.step_indices[step]] = (
+            0  # an earlier attempt may have dealt them to other processes
+        )
+    by_head = teacher is not None and settings.divergence != "sampled"
+    with borrowed(teacher) if by_head else nullcontext():
+        for indices in cut.mine(micro_batches, model):
             micro = make_micro_batch(rollouts, indices, cut)
+            states = micro.teacher_outputs
+            teacher_head = Teacher(states, teacher.lm_head_weight) if by_head else None
             # Forward. Only the hidden states that predict completion tokens go on: (M, C)
             with autocast(settings.dtype, model):
                 hidden = micro.completion_hidden(model)
                 # Head and loss. A chunk of logits becomes its own gradient and is gone.
                 loss, logprobs, entropy, metrics = loss_of_head(
-                    model, hidden, micro, counts, settings, teacher
+                    model, hidden, micro, counts, settings, teacher_head
                 )
             # Backward, through the blocks.
             loss.backward()
@@ -307,12 +348,15 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
 
 
 def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
-    """-> loss, logprobs (M,), entropy (M,), policy_loss's metrics of each chunk; only the loss has a gradient."""
+    """-> loss, logprobs (M,), entropy (M,), policy_loss's metrics of each chunk; only the loss has a gradient.
+
+    teacher: its states and its head, for a divergence over the vocabulary.
+    """
     metrics_of_chunks = []
 
     def token_loss(logprobs, chunk, divergence=None):
         """-> the loss of a chunk, a slice, of the M tokens. The head asks while the chunk's logits exist."""
-        sampled = settings.teacher and divergence is None
+        by_samples = settings.teacher and teacher is None
         loss, metrics = policy_loss(
             logprobs,
             micro.old_logprobs[chunk],
@@ -322,33 +366,31 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
             None if micro.ref_logprobs is None else micro.ref_logprobs[chunk],
             options=settings,
             sampling_logprobs=micro.sampling_logprobs[chunk],
-            teacher_logprobs=micro.teacher_outputs[chunk] if sampled else None,
+            teacher_logprobs=micro.teacher_outputs[chunk] if by_samples else None,
             divergence=divergence,
             **counts,
         )
         metrics_of_chunks.append(metrics)
         return loss
 
-    if teacher is not None:
-        teacher = Teacher(micro.teacher_outputs, teacher.lm_head_weight)
-    arguments = dict(
-        hidden=hidden,
-        weight=model.lm_head_weight,
-        targets=micro.targets,
-        token_loss=token_loss,
+    head = partial(head_loss, entropy=True)
+    if settings.entropy_coef or settings.needs_whole_sequences:  # a second look at the logits
+        tokens_in_average = counts["num_tokens"]
+        if settings.depends_on_cut:
+            tokens_in_average = len(micro.targets) * counts["num_micro_batches"]
+        entropy_weight = settings.entropy_coef / tokens_in_average
+        head = partial(head_loss_in_two_visits, entropy_weight=entropy_weight)
+    results = head(
+        hidden,
+        model.lm_head_weight,
+        micro.targets,
+        token_loss,
         temperature=settings.temperature,
         n_vocab=model.config.n_vocab,
         chunk_mb=settings.logits_chunk_mb,
         teacher=teacher,
     )
-    if not settings.entropy_coef and not settings.needs_whole_sequences:
-        return *head_loss(**arguments, entropy=True), metrics_of_chunks
-    # The bonus needs a second look at the logits.
-    per_token = counts["num_tokens"]
-    if settings.depends_on_cut:
-        per_token = len(micro.targets) * counts["num_micro_batches"]
-    weight = settings.entropy_coef / per_token
-    return *head_loss_in_two_visits(**arguments, entropy_weight=weight), metrics_of_chunks
+    return *results, metrics_of_chunks
 
 
 if __name__ == "__main__":

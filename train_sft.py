@@ -39,29 +39,28 @@ def train(config="", *, prompts=None, **options):
 
 
 def iterate(iteration, training, make_batch=None):
-    """One optimizer step and its log line. make_batch: a planner's stand-in for `demonstrations`."""
+    """One optimizer step -> (its line for the log, no samples). make_batch: a planner's stand-in for `demonstrations`."""
     settings, model = training.settings, training.model
-    training.begin_iteration(iteration)
 
     # 1. Demonstrations, cut into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
     cut = Cut(batch, 0, training.limits.max_tokens_per_micro_batch, 1, training.processes)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
-    sums = training.run("train", accumulate_gradient, model, batch, cut=cut, settings=settings)
+    sums = training.attempt("train", accumulate_gradient, model, batch, cut=cut, settings=settings)
 
     # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
     learning_rate = learning_rate_at(iteration, settings)
-    metrics = training.update(sums, learning_rate, iteration, batch, cut.sequences(0))
+    metrics = training.take_step(sums, learning_rate, iteration, batch, cut.step_indices[0])
 
-    # 4. Evaluate where it is due, log, save.
+    # 4. What the log says.
     stats, num_tokens = training.meter.stats(), sum(map(len, cut.places))
     record = {"iter": iteration} | metrics | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
     record["tokens_per_second"] = num_tokens / (
         stats["time_train_s"] + stats.get("time_optimizer_s", 0.0)
     )
-    training.end_iteration(record)
+    return record, ()
 
 
 def demonstrations(iteration, training) -> Sequences:
@@ -84,7 +83,7 @@ def accumulate_gradient(model, batch, cut, settings):
     def token_loss(logprobs, chunk):
         return -logprobs.sum() / num_tokens
 
-    for indices in cut.dealt(cut.steps[0], model):
+    for indices in cut.mine(cut.steps[0], model):
         micro = make_micro_batch(batch, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model)

@@ -107,7 +107,8 @@ def run(prepared, iterations=2, iterate=grpo.iterate):
         sample.sample_groups = partial(longest, sample_groups, settings.max_prompt_length)
         try:
             for iteration in range(iterations):
-                iterate(iteration, training)
+                training.begin_iteration(iteration)
+                training.end_iteration(*iterate(iteration, training))
         finally:
             sample.sample_groups = sample_groups
     return training.record

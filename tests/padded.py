@@ -58,7 +58,7 @@ def make_micro_batch(sequences, indices, cut, poison=0):
 def a_few(cut, n):
     """The same optimizer steps in micro-batches of n sequences in their order, whatever their groups."""
     other = copy(cut)
-    steps = [list(cut.sequences(step)) for step in range(len(cut.steps))]
+    steps = list(map(list, cut.step_indices))
     other.steps = [[step[first : first + n] for first in range(0, len(step), n)] for step in steps]
     return other
 

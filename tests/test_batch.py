@@ -58,11 +58,11 @@ def test_cut_by_example():
     alone = lengths_of(*((1, length) for length in (3, 9, 4, 8)))
     assert Cut(alone, max_tokens=13).steps == [[[1, 2], [3, 0]]]
     two = Cut(alone, step_size=2, max_tokens=11)
-    assert two.steps == [[[1], [0]], [[3], [2]]] and two.sequences(1) == range(2, 4)
-    larger = two.within(12)
+    assert two.steps == [[[1], [0]], [[3], [2]]] and two.step_indices[1] == range(2, 4)
+    larger = two.with_limit(12)
     assert larger.steps == [[[1, 0]], [[3, 2]]] and larger.largest == 12
     assert larger.steps != two.steps  # which stay
-    assert larger.within(11).steps == two.steps == [[[1], [0]], [[3], [2]]] and two.within(11) is two
+    assert larger.with_limit(11).steps == two.steps == [[[1], [0]], [[3], [2]]] and two.with_limit(11) is two
     assert Cut(lengths_of((1, 9), (1, 4)), step_size=1).largest == 9  # of all steps
 
 
@@ -123,7 +123,7 @@ def test_every_token_once_and_within_budget(groups, max_tokens, two_steps, multi
                 assert before == prompts[index[s]] + completions[index[s]][:t] and target == completions[index[s]][t]
                 assert positions[row] == len(before) - 1
             seen += micro.targets.tolist()
-        assert sorted(seen) == sorted(token for i in cut.sequences(step) for token in completions[i])
+        assert sorted(seen) == sorted(token for i in cut.step_indices[step] for token in completions[i])
 
 
 def test_only_completion_rows_reach_the_head():

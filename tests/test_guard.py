@@ -62,7 +62,7 @@ class Poison:
                     )
         self.states.append(self.state())
         try:
-            self.originals["iterate"](iteration, training)
+            return self.originals["iterate"](iteration, training)
         finally:
             self.states.append(self.state())
 

@@ -59,7 +59,7 @@ def weights_after(tmp_path, point, **changes):
     def iterate(iteration, training, *rest):
         with OutOfMemoryAt(point if iteration == 0 else 0, training.meter) as mode:
             modes.append(mode)
-            original(iteration, training, *rest)
+            return original(iteration, training, *rest)
 
     with patch.object(grpo, "iterate", iterate):
         grpo.main(prepared)
@@ -166,7 +166,7 @@ def test_other_errors_are_not_mistaken_for_it():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        limits.run("train", fail)
+        limits.retry("train", fail)
     assert not limits.failures
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
 
@@ -191,7 +191,7 @@ def test_a_failed_call_is_gone_before_the_next():
             super().make_smaller(phase, failure, failures)
 
     limits = Checked()
-    assert limits.run("train", work) == 3 and limits.failures == ["first", str(cpu_error)]
+    assert limits.retry("train", work) == 3 and limits.failures == ["first", str(cpu_error)]
 
 
 def test_an_optimizer_step_is_tried_once_more():

@@ -160,7 +160,7 @@ def test_a_sequence_that_moves_to_another_process_keeps_one_entropy():
         before = cut.rank_of
         for _ in range(2):
             grpo.accumulate_gradient(model, rollouts, cut, 0, settings, entropies)
-            cut = cut.within(cut.longest)
+            cut = cut.with_limit(cut.longest)
         found.append(entropies)
     assert before != cut.rank_of
     torch.testing.assert_close(found[1] + found[2], found[0], rtol=0, atol=1e-12)

@@ -171,7 +171,7 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
 
     limits.make_smaller = smaller
     with kind_of_streams():
-        found = limits.run("reference", partial(grpo.reference_logprobs, training, rollouts), cut)
+        found = limits.retry("reference", partial(grpo.reference_logprobs, training, rollouts), cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert sizes[:3] == sorted(sizes[:3], reverse=True) and max(sizes[3:]) < sizes[2] < sizes[1] < sizes[0] <= 160
     smaller = ["reference_batches=2", "reference_batches=1", "max_tokens_per_micro_batch=20"]
@@ -274,7 +274,7 @@ def test_after_an_out_of_memory_half_way_the_next_attempt_is_right(where, kind_o
     limits.make_smaller = nothing_is_left
     model.blocks[2].register_forward_pre_hook(run_out)
     with kind_of_streams():
-        limits.run("train", step)
+        limits.retry("train", step)
     assert len(runs) > 2
     for p, gradient in zip(model.parameters(), wanted, strict=True):
         assert p is model.lm_head_weight or p.grad.equal(gradient)

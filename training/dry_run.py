@@ -72,6 +72,7 @@ class DryRun:
             Limits(prepared, log.say),
             teacher,
         )
+        training.begin_iteration(0)
         self.iterate(0, training, partial(worst_case, settings))
 
 
@@ -118,7 +119,7 @@ def worst_case_groups(settings, iteration, training):
         episodes={},
         shared=k,
     )
-    return scored, dict(tokens=0, gen_batches=1)
+    return scored, {}
 
 
 @component("rollouts")
@@ -185,16 +186,13 @@ class DryTraining(Training):
             tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped
         )
 
-    def update(self, *args):
+    def take_step(self, *args):
         named = self.model.named_parameters()
         self.meter.label("gradients", ((name, p.grad) for name, p in named if p.grad is not None))
-        return super().update(*args)
+        return super().take_step(*args)
 
     def samples(self, *args):
         return []
-
-    def end_iteration(self, *args):
-        pass
 
 
 def columns(*values):

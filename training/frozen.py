@@ -14,7 +14,9 @@ def run_frozen(function, model, place, training, rollouts, cut):
     From the host they come now, and the micro-batches are larger, which hides the copies.
     """
     if place == "host":
-        cut = cut.within(training.limits.reference_batches * training.limits.max_tokens_per_micro_batch)
+        cut = cut.with_limit(
+            training.limits.reference_batches * training.limits.max_tokens_per_micro_batch
+        )
     with borrowed(model):
         return function(model, rollouts, cut, training.settings)
 
@@ -32,7 +34,7 @@ def teacher_states(teacher, rollouts, cut, settings):
         outputs = new_on_host(empty, keep=True).zero_()
     else:
         outputs = torch.zeros_like(empty, memory_format=torch.contiguous_format)
-    for indices in cut.dealt(sum(cut.steps, []), teacher):
+    for indices in cut.mine(sum(cut.steps, []), teacher):
         micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, teacher):
             hidden = micro.completion_hidden(teacher)

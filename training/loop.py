@@ -207,7 +207,8 @@ def iterations(iterate, training):
     with training.processes.connected(), noting_signals() as noted, chdir("."), going_on as bar:
         for iteration in range(log.start, max_iters):
             with saver.keeping(iteration, training.progress()):
-                iterate(iteration, training)
+                training.begin_iteration(iteration)
+                training.end_iteration(*iterate(iteration, training))
             bar.update()
             stopped_by = training.processes.agreed(noted[-1] if noted else None)
             if stopped_by and iteration + 1 < max_iters:

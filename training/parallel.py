@@ -30,7 +30,7 @@ from model import GPT, trained
 from runs.loading import configure
 from snug.device.processes import ONE_PROCESS, OneProcess
 from snug.options import SnugError, first_line
-from training.figures import join, moved
+from training.figures import join, moved, score
 from training.optimizer import gradients_of
 
 # torchrun ends all processes if one dies. Until then they wait: for a slow reward function, a save, an evaluation.
@@ -224,10 +224,8 @@ def merged(shares: list[dict]):
     return totals
 
 
-def score_together(processes, score, rollouts, episodes, prepared):
-    """score(rollouts, episodes, prepared) of each process's completions -> all of them."""
-    if processes.size == 1:
-        return score(rollouts, episodes, prepared)
-    device = rollouts.tokens.device
-    together = join(processes.from_all_ranks(lambda: score(moved(rollouts, "cpu"), episodes, prepared)))
+def score_together(processes, rollouts, episodes, prepared):
+    """Each process scores its completions -> Scored of all of them."""
+    device, here = rollouts.tokens.device, moved(rollouts, "cpu")
+    together = join(processes.from_all_ranks(lambda: score(here, episodes, prepared)))
     return together._replace(rollouts=moved(together.rollouts, device))

@@ -52,7 +52,8 @@ def probe(iterate, training: Training):
     probing.records, probing.completions = records, examples
     number = max(2, -(-PROMPTS // settings.batch_size))
     for iteration in counted(range(first, first + number), "iterations", "probe"):
-        iterate(iteration, probing)
+        probing.begin_iteration(iteration)
+        probing.end_iteration(*iterate(iteration, probing))
 
     names = {name for record in records for name in record}
     means = {name: fmean(values) for name in names if (values := logged(records, name))}

@@ -6,6 +6,7 @@ Left out: the run around the iterations (loop.py).
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -50,25 +51,19 @@ class Training:
     def processes(self):
         return self.limits.processes
 
-    def run(self, phase: str, function, *arguments, cut=None, **options):
+    def attempt(self, phase: str, function, *arguments, cut=None, **options):
         """function(*arguments, **options) as a phase of the meter; after an out-of-memory again, with a lower limit.
 
         cut: a batch.Cut that the function gets too, each time in micro-batches that are within the limit.
         """
 
-        def attempt(**pieces):
+        def in_phase(**pieces):
             # A module of reward functions may have switched gradients off.
             with self.meter.phase(phase), torch.enable_grad():
                 self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has added
                 return function(*arguments, **pieces, **options)
 
-        return self.limits.run(phase, attempt, cut)
-
-    def fill(self, phase: str, function, *arguments, **options):
-        """`run`, for a tensor (N, ...) in which each process fills in its own sequences -> all of them."""
-        result = self.run(phase, function, *arguments, **options)
-        self.processes.add(result)
-        return result
+        return self.limits.retry(phase, in_phase, cut)
 
     def progress(self) -> dict:
         """What a checkpoint keeps beside the model, the optimizer and the settings."""
@@ -99,8 +94,8 @@ class Training:
         with self.saver.keeping(done, self.progress()):
             return evaluate_run(self.model, p, self.meter, self.limits)
 
-    def update(self, metrics, learning_rate, iteration, sequences, select):
-        """The end of an optimizer step on the sequences `select`: clip and update -> metrics with grad_norm.
+    def take_step(self, metrics, learning_rate, iteration, sequences, indices):
+        """The end of an optimizer step on these sequences: clip and update -> metrics with grad_norm.
 
         {} if the loss, the gradient or the batch is not finite: then nothing has changed, and the guard reported it.
         """
@@ -108,19 +103,17 @@ class Training:
         with self.meter.phase("train"):
             metrics = self.processes.add_up(model, optimizer, metrics)
         # An infinity in the batch need not show in the loss.
-        if math.isfinite(metrics["loss"]) and finite_columns(sequences, select):
+        if math.isfinite(metrics["loss"]) and finite_columns(sequences, indices):
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
             with self.meter.phase("optimizer"):
-                norm = self.limits.run(
-                    "optimizer",
-                    lambda: optimizer_step(model, optimizer, learning_rate, clip, norm_of_all),
-                )
+                step = partial(optimizer_step, model, optimizer, learning_rate, clip, norm_of_all)
+                norm = self.limits.retry("optimizer", step)
         if math.isfinite(norm):
             self.health["dropped_in_a_row"] = 0
             return metrics | {"grad_norm": norm}
         gradients = gradients_of(model, optimizer)
         with self.processes.whole(model) as whole:
-            drop(self, iteration, whole, gradients, sequences, select, metrics["loss"], norm)
+            drop(self, iteration, whole, gradients, sequences, indices, metrics["loss"], norm)
         optimizer.zero_grad(set_to_none=True)
         return {}
 

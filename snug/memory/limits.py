@@ -1,7 +1,7 @@
 """How much is decoded and trained on at once; less after an out-of-memory.
 
-    limits.run("rollout", function)         # calls it; after an out-of-memory, again with a lower limit
-    limits.run("train", function, cut)      # function(cut=cut), with micro-batches within the limit
+    limits.retry("rollout", function)         # calls it; after an out-of-memory, again with a lower limit
+    limits.retry("train", function, cut)      # function(cut=cut), with micro-batches within the limit
 
 A checkpoint remembers the limits that an out-of-memory has lowered.
 """
@@ -73,7 +73,7 @@ class Limits:
             if getattr(self, name) == began:
                 self.lower(name, value, "an earlier out-of-memory")
 
-    def run(self, phase, function, cut=None):
+    def retry(self, phase, function, cut=None):
         """function(), or function(cut=cut); after an out-of-memory in any process all call it again with less.
 
         phase: the name of a phase, which has a limit: see `make_smaller`. cut: a batch.Cut; the function gets it in
@@ -82,7 +82,7 @@ class Limits:
         """
         failures = 0
         while True:
-            pieces = {} if cut is None else {"cut": cut.within(self.max_tokens_per_micro_batch)}
+            pieces = {} if cut is None else {"cut": cut.with_limit(self.max_tokens_per_micro_batch)}
             result = failure = None
             try:
                 result = function(**pieces)
