@@ -322,9 +322,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     )
     totals = dict(loss=0.0, entropy=0.0, logprob_diff_mean=0.0, logprob_diff_max=0.0, mismatch_kl=0.0)
     if entropies is not None:
-        entropies[cut.step_indices[step]] = (
-            0  # an earlier attempt may have dealt them to other processes
-        )
+        entropies[cut.step_indices[step]] = 0  # an earlier attempt's, perhaps of other processes
     by_head = teacher is not None and settings.divergence != "sampled"
     with borrowed(teacher) if by_head else nullcontext():
         for indices in cut.mine(micro_batches, model):

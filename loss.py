@@ -96,18 +96,9 @@ def sequence_ratio(log_ratio, sequence, lengths):
     return torch.embedding(ratio[:, None], sequence).squeeze(1)
 
 
-def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, options):
-    """pi_trainer / pi_sampler before the first step, (M,): multiplies the surrogate (Yao et al. 2025).
-
-    importance_sampling_mode: of each token, or of its sequence (the product); above importance_sampling_cap it becomes
-    the cap ("truncate") or 0 ("mask"). Cap 2: tokens .5, 3 -> [.5, 2], [.5, 0]; of the sequence [1.5, 1.5] either way.
-    """
-    mode, cap = options.importance_sampling_mode, options.importance_sampling_cap
-    log_ratio = old_logprobs - sampling_logprobs
-    if "sequence" in mode:
-        log_ratio = sequence_sum(log_ratio, lengths)[sequence]
-    ratio = torch.exp(log_ratio)
-    return ratio.masked_fill(ratio > cap, 0 if "mask" in mode else cap)
+def importance_correction(old_logprobs, sampling_logprobs, cap):
+    """min(pi_trainer / pi_sampler, cap) before the first step, (M,): multiplies the surrogate (Yao et al. 2025)."""
+    return torch.exp(old_logprobs - sampling_logprobs).clamp(max=cap)
 
 
 # Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). Each gets all
@@ -115,14 +106,10 @@ def importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, op
 
 
 def clipped_surrogate(ratio, advantages, options, **rest):
-    """-min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)
-    delta bounds the unclipped ratio from above; it matters where A < 0   (INTELLECT-2: two-sided clipping)
-    """
+    """-min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)"""
     clipped = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon) * advantages
-    delta = torch.inf if options.delta is None else options.delta
-    bounded = ratio.clamp(max=delta) * advantages
-    stopped = (clipped < bounded) | ((ratio > delta) & (advantages < 0))
-    return -torch.min(bounded, clipped), stopped
+    unclipped = ratio * advantages
+    return -torch.min(unclipped, clipped), clipped < unclipped
 
 
 def cispo_surrogate(ratio, logprobs, advantages, options, **rest):
@@ -220,8 +207,8 @@ def policy_loss(
     surrogate = SURROGATES[options.loss.surrogate]
     per_token, clipped = surrogate(**columns, num_tokens=num_tokens, num_sequences=num_sequences)
     if options.importance_sampling_cap is not None:
-        correction = importance_correction(old_logprobs, sampling_logprobs, sequence, lengths, options)
-        per_token = per_token * correction
+        cap = options.importance_sampling_cap
+        per_token = per_token * importance_correction(old_logprobs, sampling_logprobs, cap)
     metrics = {"clip_fraction": clipped.sum() / num_tokens}
     if ref_logprobs is not None:
         metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens

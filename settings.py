@@ -193,14 +193,13 @@ class Loss(NamedTuple):
     needs: dict = {}  # values of other options, as in RULES
 
 
-UNCLIPPED = dict(delta=None)
 LOSSES = {
     "dapo": Loss("clipped", "token"),
     "grpo": Loss("clipped", "sequence"),
     "dr_grpo": Loss("clipped", "constant"),
     "bnpo": Loss("clipped", "micro-batch"),
-    "cispo": Loss("cispo", "token", UNCLIPPED),
-    "sapo": Loss("sapo", "sequence", UNCLIPPED),
+    "cispo": Loss("cispo", "token"),
+    "sapo": Loss("sapo", "sequence"),
     "luspo": Loss("clipped", "sum", dict(importance_sampling_level="sequence")),
 }
 OWN_LOSS = Loss("own", "token")  # the user's function
@@ -229,9 +228,6 @@ class LossOptions:
     epsilon_high: float | None = option(
         None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
     )
-    delta: float | None = option(
-        None, "largest ratio where the advantage is negative; none: no limit", minimum=1
-    )
     sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0", minimum=1e-3)
     sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere", minimum=1e-3)
     entropy_coef: float = option(0.0, "weight of a bonus for the tokens' entropy in nats")
@@ -239,11 +235,6 @@ class LossOptions:
         None,
         "weight tokens by p_trainer / p_sampler, at most by this; costs a forward pass; none: off",
         minimum=1,
-    )
-    importance_sampling_mode: str = option(
-        "token_truncate",
-        "the ratio of each token or of its sequence; above the cap it is the cap, or 0 with a mask",
-        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     mask_truncated_completions: bool = option(False, "do not train on completions that were cut off")
 
@@ -263,8 +254,7 @@ class LossOptions:
     @property
     def needs_whole_sequences(self) -> bool:
         """Does a token's loss look at its whole sequence? Then the head is computed twice."""
-        levels = self.importance_sampling_level + self.importance_sampling_mode
-        return "sequence" in levels or self.loss is OWN_LOSS
+        return self.importance_sampling_level == "sequence" or self.loss is OWN_LOSS
 
 
 class Rule(NamedTuple):
@@ -281,12 +271,6 @@ ON_DEVICE = dict(reference="device", teacher_device="device", grad_offload=False
 RULES = [
     Rule("dtype", "float32", dict(param_dtype="float32")),
     Rule("checkpoint_blocks", "none", dict(activation_offload=False)),
-    Rule(
-        "importance_sampling_cap",
-        None,
-        dict(importance_sampling_mode="token_truncate"),
-        "{other} needs a cap; use --importance_sampling_cap=2",
-    ),
     Rule(
         "multi_objective_aggregation",
         "normalize_then_sum",

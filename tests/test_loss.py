@@ -118,13 +118,11 @@ def slow_loss(case, logprobs, o):
                 t = o["sapo_temperature_pos" if A > 0 else "sapo_temperature_neg"]
                 token = -4 * A / t / (1 + cmath.exp(-t * (ratio - 1)))
             else:
-                candidates = (clip(ratio, 0, o["delta"] or math.inf) * A, clip(ratio, 1 - o["epsilon"], 1 + high) * A)
+                candidates = (ratio * A, clip(ratio, 1 - o["epsilon"], 1 + high) * A)
                 token = -min(candidates, key=lambda x: x.real)
-                clips += candidates[1].real < candidates[0].real or (A < 0 and ratio.real > (o["delta"] or math.inf))
+                clips += candidates[1].real < candidates[0].real
             if o["cap"]:
-                of_sequence = o.get("mode", "").startswith("sequence")
-                p = math.exp(sum(old) - sum(sampled) if of_sequence else q - v)
-                token *= p if p <= o["cap"] else 0 if o.get("mode", "").endswith("mask") else o["cap"]
+                token *= min(math.exp(q - v), o["cap"])
             d = r - m
             weight = o["beta"] * (ratio if o["kl_estimator"] == "k3" else 1)
             token += weight * (cmath.exp(d) - d - 1)
@@ -151,15 +149,12 @@ def make_case(lengths, seed=0, spread=0.4):
     return case | dict(num_tokens=len(sequence), num_sequences=len(lengths))
 
 
-OPTIONS = dict(epsilon=0.2, epsilon_high=None, delta=None, beta=0.0, kl_estimator="k3", cap=None)
+OPTIONS = dict(epsilon=0.2, epsilon_high=None, beta=0.0, kl_estimator="k3", cap=None)
 OPTIONS |= dict(max_new_tokens=12, num_micro_batches=3, sapo_temperature_pos=0.75, sapo_temperature_neg=1.25)
 VARIANTS = {
     "plain": {},
-    "asymmetric, masked importance": dict(epsilon_high=0.28, cap=1.1, mode="token_mask"),
-    "two-sided, k3": dict(epsilon_high=0.28, delta=1.5, beta=0.1, kl_estimator="k3_no_ratio"),
-    "k3 and importance of sequences": dict(beta=0.04, cap=1.5, mode="sequence_truncate"),
-    "k3 times the ratio, sequences masked": dict(beta=0.1, delta=1.3, epsilon_high=0.28, cap=1.5, mode="sequence_mask"),
-    "truncated importance": dict(beta=0.04, cap=1.1),
+    "asymmetric, k3": dict(epsilon_high=0.28, beta=0.1, kl_estimator="k3_no_ratio"),
+    "k3 times the ratio, truncated importance": dict(beta=0.04, cap=1.1),
 }
 
 
@@ -167,7 +162,6 @@ def evaluate(case, options):
     """policy_loss and its gradient."""
     options = dict(options)
     options["importance_sampling_cap"] = options.pop("cap", None)
-    options["importance_sampling_mode"] = options.pop("mode", "token_truncate")
     leaf = case["logprobs"].detach().requires_grad_()
     value, metrics = policy_loss(**case | {"logprobs": leaf}, **options)
     assert not any(metric.requires_grad for metric in metrics.values())
@@ -178,12 +172,12 @@ def evaluate(case, options):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_policy_loss_equals_the_loop(loss_type, level, variant):
-    """Every loss_type x level in each of six variants: value and gradient in float64."""
+    """Every loss_type x level in each of three variants: value and gradient in float64."""
     case = make_case([5, 1, 9, 3, 2, 2, 7, 4])
     case["advantages"] = torch.tensor([1.2, 0.0, 0.0, -1.2, -0.3, 1.4, -0.6, -0.5], dtype=torch.float64)
     options = OPTIONS | variant | dict(loss_type=loss_type, importance_sampling_level=level)
     if loss_type == "cispo":
-        options |= dict(epsilon_high=1.3 if level == "token" else 1.02, delta=None)
+        options |= dict(epsilon_high=1.3 if level == "token" else 1.02)
     value, gradient, metrics = evaluate(case, options)
     logprobs = [complex(x) for x in case["logprobs"].tolist()]
     expected, clips, k3 = slow_loss(case, logprobs, options)
@@ -236,17 +230,16 @@ def test_the_tokens_of_a_sequence_may_come_in_parts():
         torch.testing.assert_close(total, whole, atol=1e-14, rtol=0)
 
 
-# advantage, ratio -> the factor of advantage * ratio in -gradient: plain clipping, delta=2, cispo with epsilon_high=1.2 (epsilon 0.2)
-CLIPPING = [(1, 1.0, 1, 1, 1), (1, 1.3, 0, 0, 1.2 / 1.3), (1, 2.5, 0, 0, 1.2 / 2.5), (1, 0.7, 1, 1, 1)]
-CLIPPING += [(-1, 1.0, 1, 1, 1), (-1, 1.3, 1, 1, 1.2 / 1.3), (-1, 2.5, 1, 0, 1.2 / 2.5), (-1, 0.7, 0, 0, 1)]
-CLIPPING += [(0, 1.3, 0, 0, 0), (0, 2.5, 0, 0, 0)]
+# advantage, ratio -> the factor of advantage * ratio in -gradient: plain clipping, cispo with epsilon_high=1.2 (epsilon 0.2)
+CLIPPING = [(1, 1.0, 1, 1), (1, 1.3, 0, 1.2 / 1.3), (1, 0.7, 1, 1), (0, 1.3, 0, 0)]
+CLIPPING += [(-1, 1.0, 1, 1), (-1, 1.3, 1, 1.2 / 1.3), (-1, 0.7, 0, 1)]
 
 
-@pytest.mark.parametrize("advantage, ratio, plain, bounded, cispo", CLIPPING)
-def test_truth_table_of_clipping(advantage, ratio, plain, bounded, cispo):
+@pytest.mark.parametrize("advantage, ratio, plain, cispo", CLIPPING)
+def test_truth_table_of_clipping(advantage, ratio, plain, cispo):
     A = torch.tensor([float(advantage)], dtype=torch.float64)
     equal, capped = dict(epsilon_high=0.2, epsilon=0.2), dict(loss_type="cispo", epsilon_high=1.2)
-    for factor, options in ((plain, {}), (plain, equal), (bounded, dict(delta=2.0)), (cispo, capped)):
+    for factor, options in ((plain, {}), (plain, equal), (cispo, capped)):
         logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
         settings = GRPOSettings(**options)
         columns = dict(ratio=logprobs.exp(), logprobs=logprobs, advantages=A)
@@ -306,20 +299,10 @@ def test_the_worked_numbers_of_soft_and_sequence_losses():
 
 
 def test_importance_correction_by_example():
-    """Two sequences of two tokens, with ratios .5 and 3, and 1 and 1000 nats."""
-    old, sampled = torch.tensor([0.5, 3.0, math.e, 1.0]).log(), torch.tensor([0.0, 0.0, 0.0, -1000.0])
-    columns = old, sampled, torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])
-    for mode, expected in (
-        ("token_truncate", [0.5, 2, 2, 2]),
-        ("token_mask", [0.5, 0, 0, 0]),
-        ("sequence_truncate", [1.5, 1.5, 2, 2]),
-        ("sequence_mask", [1.5, 1.5, 0, 0]),
-    ):
-        options = GRPOSettings(importance_sampling_cap=2.0, importance_sampling_mode=mode)
-        torch.testing.assert_close(importance_correction(*columns, options), torch.tensor(expected))
-        assert options.needs_whole_sequences == mode.startswith("sequence")
-        at_the_cap = GRPOSettings(importance_sampling_cap=1.0, importance_sampling_mode=mode)
-        assert importance_correction(old, old, *columns[2:], at_the_cap).tolist() == [1] * 4
+    """Ratios .5, 3 and 1,000 nats; at the cap."""
+    old, sampled = torch.tensor([0.5, 3.0, 1.0]).log(), torch.tensor([0.0, 0.0, -1000.0])
+    torch.testing.assert_close(importance_correction(old, sampled, 2.0), torch.tensor([0.5, 2.0, 2.0]))
+    assert importance_correction(old, old, 1.0).tolist() == [1] * 3
 
 
 @pytest.mark.parametrize("name", ["teacher_logprobs", "divergence"])
@@ -364,7 +347,7 @@ def test_a_loss_of_ones_own_is_one_of_ours(tmp_path, monkeypatch):
     body = f"    assert {{*arguments}} == {{*{names.split()}}}\n    return loss.clipped_surrogate(**arguments)[0]\n"
     module.write_text(f"import loss\n\ndef mine(**arguments):\n{body}")
     monkeypatch.chdir(tmp_path)
-    options = OPTIONS | VARIANTS["k3 and importance of sequences"] | dict(importance_sampling_level="token")
+    options = OPTIONS | VARIANTS["k3 times the ratio, truncated importance"] | dict(importance_sampling_level="token")
     case = make_case([5, 1, 9, 3])
     ours, own = evaluate(case, options | dict(loss_type="dapo")), evaluate(case, options | dict(loss_type=name))
     assert torch.equal(own[0], ours[0]) and torch.equal(own[1], ours[1]) and torch.equal(own[2]["kl"], ours[2]["kl"])

@@ -19,7 +19,7 @@ from snug.memory.ledger import LiveBytes
 
 VARIANTS = {
     "dapo": dict(beta=0.1),
-    "grpo": dict(loss_type="grpo", delta=1.5),
+    "grpo": dict(loss_type="grpo"),
     "bnpo": dict(loss_type="bnpo", entropy_coef=0.1),
     "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k3_no_ratio"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1, importance_sampling_cap=1.1),
@@ -29,11 +29,6 @@ VARIANTS = {
     "gspo of bnpo": dict(loss_type="bnpo", importance_sampling_level="sequence", mask_truncated_completions=True),
     "sapo": dict(loss_type="sapo", sapo_temperature_neg=2.0, beta=0.1),
     "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.05),
-    "token mask": dict(importance_sampling_cap=1.1, importance_sampling_mode="token_mask"),
-    "sequence mask": dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1),
-    "sequence truncate": dict(
-        importance_sampling_cap=1.5, importance_sampling_mode="sequence_truncate", loss_type="grpo"
-    ),
     "truncated importance": dict(importance_sampling_cap=1.1, temperature=0.7, beta=0.1),
     "completions filtered": dict(mask_truncated_completions=True, loss_type="grpo", entropy_coef=0.1, beta=0.1),
     "completions filtered, dapo": dict(mask_truncated_completions=True, beta=0.1),

@@ -315,7 +315,7 @@ def teacher_at_home(teacher):
 
 @pytest.mark.parametrize("name, options", [
     ("reverse_kl", dict(importance_sampling_level="sequence", entropy_coef=0.1)),
-    ("sampled", dict(importance_sampling_cap=1.5, importance_sampling_mode="sequence_mask", beta=0.1)),
+    ("sampled", dict(importance_sampling_cap=1.5, beta=0.1)),
     ("reverse_kl", dict(mask_truncated_completions=True, loss_type="grpo")),
     ("reverse_kl", dict(reward_coef=0.0)),
 ])  # fmt: skip
