@@ -309,7 +309,7 @@ def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
     assert prepared.settings == dataclasses.replace(sft, resume="auto", max_iters=4, learning_rate=0.25, **shape)
     train_sft.main(prepared)
     assert [record["iter"] for record in read_log(sft.out_dir)] == list(range(4))
-    changed = "resumed after 2 iterations, learning_rate was 0.001, is 0.25, max_iters was 2, is 4\n"
+    changed = "resumed after 2 iterations\n"
     assert changed in (Path(sft.out_dir) / "log.txt").read_text()
     with pytest.raises(
         SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"

@@ -32,13 +32,11 @@ class Scored(NamedTuple):
         k = self.rewards.shape[1]
         sequences = (groups[:, None] * k + torch.arange(k)).flatten()  # (P * k,)
         rollouts = self.rollouts.select(sequences.to(self.rollouts.tokens.device))
-        chosen = {
-            column: {
-                name: [values[i] for i in sequences] for name, values in getattr(self, column).items()
-            }
-            for column in LISTS
-        }
-        return self._replace(rollouts=rollouts, rewards=self.rewards[groups], **chosen)
+        lists = {}
+        for column in LISTS:
+            named = getattr(self, column).items()
+            lists[column] = {name: [values[i] for i in sequences] for name, values in named}
+        return self._replace(rollouts=rollouts, rewards=self.rewards[groups], **lists)
 
 
 def score(rollouts, episodes, prepared) -> Scored:
@@ -108,8 +106,8 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     rollouts, rewards = scored.rollouts, scored.rewards[~scored.rewards.isnan()]
     metrics = {}
     if scored.by_function:  # not with a teacher alone
-        deviation = float(rewards.std()) if len(rewards) > 1 else 0.0
-        metrics = dict(reward_mean=float(rewards.mean()), reward_std=deviation)
+        metrics["reward_mean"] = float(rewards.mean())
+        metrics["reward_std"] = float(rewards.std()) if len(rewards) > 1 else 0.0
         metrics["scored_fraction"] = len(rewards) / scored.rewards.numel()
         both = torch.stack([scored.rewards.flatten(), rollouts.completion_lengths.cpu()])  # (2, N)
         both = both[:, rollouts.stopped.cpu() & ~both[0].isnan()]
@@ -166,9 +164,9 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     written). tokens, logprobs, ref_logprobs, teacher_logprobs, entropies: one entry a token, the stop token included;
     without entropies if no step was taken on the completion.
     """
-    k, records, rollouts = settings.group_size, [], scored.rollouts
+    k, records = settings.group_size, []
     number = -(-settings.samples_per_iteration // k) * k
-    shown = rollouts.select(slice(number))
+    shown = scored.rollouts.select(slice(number))
     if settings.divergence != "sampled":
         shown.teacher_outputs = None  # hidden states
     shown = moved(shown, "cpu")
@@ -180,7 +178,7 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     )
     rewards = scored.rewards.flatten().tolist()
     for i, completion in enumerate(shown.completions()):
-        prompt, length = shown.tokens[i, : shown.prompt_lengths[i]].tolist(), len(completion)
+        prompt = shown.tokens[i, : shown.prompt_lengths[i]].tolist()
         columns = {name: values[i] for name, values in scored.columns.items()}
         asked = columns.pop("prompt", "")
         record = dict(
@@ -194,16 +192,13 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
             stopped=bool(shown.stopped[i]),
             tokens=texts_of(completion, tokenizer.decode),
         )
+        record |= {name: values[i] for name, values in scored.episodes.items()}
         if scored.episodes:
-            record |= dict(
-                messages=scored.episodes["messages"][i],
-                tool_errors=scored.episodes["tool_errors"][i],
-                mask=shown.mask[i, :length].tolist(),
-            )
+            record["mask"] = shown.mask[i, : len(completion)].tolist()
         if isinstance(asked, list):
             record["question"] = asked[-1]["content"]
         for name, values in per_token.items():
-            numbers = [] if values is None else values[i, :length].tolist()
+            numbers = [] if values is None else values[i, : len(completion)].tolist()
             if any(numbers) or (numbers and name != "entropies"):
                 record[name] = [round(x, 4) if math.isfinite(x) else None for x in numbers]
         records.append(record)
@@ -212,16 +207,14 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
 
 def texts_of(ids, decode) -> list[str]:
     """The text of each id. If ids share a character, the last of them has it and the others are empty."""
-    texts, waiting = [], []
-    for i in ids:
-        waiting.append(i)
-        text = decode(waiting)
-        if text.endswith("\ufffd") and len(waiting) < 4:  # a character has at most four bytes in UTF-8
-            texts.append("")
-        else:
-            texts.append(text)
-            waiting = []
-    return texts[:-1] + [decode(waiting)] if waiting else texts
+    texts, begin = [], 0
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[begin:end])
+        # A character has at most four bytes in UTF-8.
+        waits = text.endswith("\ufffd") and end - begin < 4 and end < len(ids)
+        texts.append("" if waits else text)
+        begin = begin if waits else end
+    return texts
 
 
 def groups_of(records: list[dict], settings) -> tuple[int, int]:

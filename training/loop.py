@@ -27,7 +27,6 @@ from runs.loading import (
 from runs.lock import locked, move_aside
 from runs.log import NoLog, RunLog
 from runs.notes import notes
-from runs.prepare import SHAPE
 from runs.saver import Saver
 from snug.device.pick import pick_device, with_dtype
 from snug.device.processes import ONE_PROCESS
@@ -87,9 +86,9 @@ def train(prepared, title, iterate, device, processes):
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
         moved, folder = None, Path(settings.out_dir)
         quiet = settings.probe or processes.rank
-        if resume is None and not quiet:
-            if (folder / "log.jsonl").exists() or checkpoints(folder):
-                moved = move_aside(folder)
+        is_used = (folder / "log.jsonl").exists() or checkpoints(folder)
+        if resume is None and not quiet and is_used:
+            moved = move_aside(folder)
         make_log = NoLog if quiet else RunLog
         with make_log(settings, title, start, device=device.type, parameters=size_of(model)) as log:
             constants = {"data": prepared.task.fingerprint()}
@@ -105,16 +104,9 @@ def train(prepared, title, iterate, device, processes):
                 processes,
                 **constants,
             )
+            limits = Limits(prepared, log.say, resume and resume.state["after_oom"], processes)
             training = Training(
-                prepared,
-                model,
-                reference,
-                optimizer,
-                meter,
-                log,
-                saver,
-                Limits(prepared, log.say, resume and resume.state["after_oom"], processes),
-                teacher,
+                prepared, model, reference, optimizer, meter, log, saver, limits, teacher
             )
             if resume:
                 training.health = resume.state["health"]
@@ -164,8 +156,7 @@ def size_of(model) -> int:
 def introduce(title, training, start, moved):
     """The first lines of a run's log. moved: where an earlier run in the folder is now, or None."""
     prepared, settings, model = training.prepared, training.settings, training.model
-    task, say, before = prepared.task, training.log.say, prepared.resume
-    size = size_of(model)
+    task, say, size = prepared.task, training.log.say, size_of(model)
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trains = f", of which {trained_size:,} train," if trained_size < size else ""
     say(
@@ -187,17 +178,7 @@ def introduce(title, training, start, moved):
     if moved:
         say(f"an earlier run in {settings.out_dir} was moved to {moved}")
     if start:
-        say(f"resumed after {start} iterations{changes_since(before.state['settings'], settings)}")
-
-
-def changes_since(before: dict, settings):
-    """-> ", learning_rate was 0.001, is 0.0001", or "": options that a resumed run has changed. Its shape stays."""
-    now = vars(settings)
-    return "".join(
-        f", {name} was {before[name]!r}, is {now[name]!r}"
-        for name in sorted(before.keys() & now.keys() - {"resume", "out_dir", "plan", *SHAPE})
-        if before[name] != now[name]
-    )
+        say(f"resumed after {start} iterations")
 
 
 def iterations(iterate, training):

@@ -9,14 +9,12 @@
     run.log                                 # a dict an iteration
     run.sample("2+3=", n=4)                 # texts
     run.evaluate(num_samples=8)             # scores of held-out prompts
-    run                                     # in a notebook: the run's page
 
 It does what the command does, with the same folder. An interrupt (Ctrl-C) ends the run after its iteration, saved:
 train(resume=run.folder, reward_funcs=[short]) goes on. Left out: several processes. Tests: tests/test_notebook.py.
 """
 
 import hashlib
-import html
 import json
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +22,8 @@ from pathlib import Path
 from data.calls import name_of
 from evaluate import main as evaluate
 from evaluate import prepare_evaluation
-from report import make_page
 from runs.loading import Run, load_run
 from runs.log import read_log, write_whole
-from runs.page.runs import read_runs
 from runs.prepare import prepare
 from sample import complete
 from settings import EvaluateSettings, SampleSettings
@@ -111,7 +107,3 @@ class FinishedRun:
 
     def __repr__(self):
         return f"<run {self.folder}, {len(self.log)} of {self.settings.max_iters} iterations>"
-
-    def _repr_html_(self):
-        page = make_page(read_runs([self.folder])).read_text()
-        return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 60em; border: 0"></iframe>'

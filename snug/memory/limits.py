@@ -90,9 +90,8 @@ class Limits:
                 if not is_out_of_memory(error):
                     raise
                 failure = first_line(error)
-            if (
-                failure and self.processes.sharded
-            ):  # the others wait for this process's part of the weights
+            if failure and self.processes.sharded:
+                # The others wait for this process's part of the weights.
                 raise SnugError(
                     f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {failure}; "
                     "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
@@ -113,19 +112,18 @@ class Limits:
         cut: the batch.Cut that was too large."""
         if phase in DECODED:
             now = min(getattr(self, DECODED[phase]) or self.completions, self.completions)
-            self.halve(DECODED[phase], now, 1, f"decoding one completion at a time: {failure}", failure)
+            self.halve(DECODED[phase], now, 1, "decoding one completion", failure)
         elif phase in ("reference", "teacher") and self.reference_batches > 1:
             self.lower("reference_batches", self.reference_batches // 2, failure)
-        elif phase in ("reference", "teacher", "train"):
-            problem = f"one sequence of {cut.longest} tokens at a time: {failure}"
-            self.halve("max_tokens_per_micro_batch", cut.largest, cut.longest, problem, failure)
+        elif phase != "optimizer":
+            what = f"one sequence of {cut.longest} tokens"
+            self.halve("max_tokens_per_micro_batch", cut.largest, cut.longest, what, failure)
         elif failures > 1:  # an optimizer step has no limit: one more try
-            raise SnugError(self.at_the_floor(f"in the optimizer step: {failure}"))
+            raise at_the_floor("in the optimizer step", failure)
 
-    def halve(self, name, now, least, problem, failure):
-        """problem: what is said if `now` is the least already."""
+    def halve(self, name, now, least, what, failure):
         if now <= least:
-            raise SnugError(self.at_the_floor(problem))
+            raise at_the_floor(f"{what} at a time", failure)
         self.lower(name, max(least, -(-now // 2)), failure)
 
     def lower(self, name, value, failure):
@@ -134,9 +132,9 @@ class Limits:
         setattr(self, name, value)
         self.say(f"{failure}; going on with {name}={value}")
 
-    def at_the_floor(self, problem):
-        """One line: what failed, and what to do."""
-        return (
-            f"out of memory, {problem}; try a lower --max_new_tokens, or --resume=auto with --memory_budget_gb=auto or "
-            "fewer GiB than now; --plan shows the biggest tensors"
-        )
+
+def at_the_floor(where, failure) -> SnugError:
+    return SnugError(
+        f"out of memory, {where}: {failure}; try a lower --max_new_tokens, or --resume=auto with "
+        "--memory_budget_gb=auto or fewer GiB than now; --plan shows the biggest tensors"
+    )
