@@ -44,6 +44,7 @@ from data.tools import NONE
 from model import GPT, autocast
 from runs.loading import load_run
 from runs.notes import unused_template
+from runs.prepare import Prepared
 from settings import PRETRAINED_LENGTH, GRPOSettings
 from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
 from snug.memory.ledger import unwatched
@@ -109,27 +110,21 @@ class Rollouts:
 
 def sample_episodes(model, prepared, rows, k, **options):
     """k completions of each task row's prompt -> (Rollouts, their Episodes). options: of sample_groups."""
-    settings = prepared.settings
-    with chdir("."):  # a tool may change the directory
-        episodes = Episodes(prepared.toolbox, prepared.tokenizer, rows, k, settings.stop_string)
-        prompts = [prepared.encode(row["prompt"]) for row in episodes.rows]
-        return sample_turns(model, settings, episodes, prompts, **options), episodes
-
-
-def sample_turns(model, settings, episodes, prompts, **options) -> Rollouts:
-    """The completions of Episodes, whose prompts have these ids."""
-    with autocast(settings.dtype, model):
-        return sample_groups(
+    settings, tokenizer = prepared.settings, prepared.tokenizer
+    with chdir("."), autocast(settings.dtype, model):  # a tool may change the directory
+        episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
+        rollouts = sample_groups(
             model,
-            prompts,
+            [prepared.encode(row["prompt"]) for row in episodes.rows],
             episodes.k,
-            stop_token=episodes.tokenizer.stop_tokens,
+            stop_token=tokenizer.stop_tokens,
             is_over=episodes.is_over,
             respond=episodes.respond,
             enforce_eager=settings.enforce_eager,
             chunk_mb=settings.logits_chunk_mb,
             **options,
         )
+    return rollouts, episodes
 
 
 def sample_groups(
@@ -185,9 +180,10 @@ def sample_groups(
         rows = np.arange(first_row, first_row + N)
         batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
         decode(batch)
-        tables = batch.tokens[:N], batch.logprobs[:N], batch.written, batch.turns
+        tokens, logprobs = batch.tokens[:N], batch.logprobs[:N]
+        written, turns = batch.written, batch.turns
         del batch  # the KV cache ends here
-    return assemble(prompts, group_size, stop_token, *tables)
+    return assemble(prompts, group_size, stop_token, tokens, logprobs, written, turns)
 
 
 def check_prompts(prompts, max_new_tokens, block_size):
@@ -275,7 +271,9 @@ def generate_naive(
 def complete(settings, given, run, functions=NONE):
     """Complete settings.prompt or a held-out one -> (prompt or last message, completions). One that was cut off ends
     with " …". given: names of the options given; the others are the run's. functions: as for runs.prepare."""
-    merged = merge_options(GRPOSettings, run.settings, settings, given, max_iters=0)
+    merged = merge_options(
+        GRPOSettings, run.settings, settings, given, max_iters=0, max_prompt_length=0
+    )
     if settings.prompt:
         chat, prompt = merged.chat or merged.system_prompt, settings.prompt
         row = dict(prompt=as_messages(prompt, merged.system_prompt) if chat else prompt)
@@ -285,21 +283,26 @@ def complete(settings, given, run, functions=NONE):
         raise SnugError(f"{run.path} has no task to take a prompt from; give --prompt=...")
     run.tokenizer.set_template_kwargs(merged.chat_template_kwargs)
     toolbox = make_toolbox(merged, run.tokenizer, functions)
-    episodes = Episodes(toolbox, run.tokenizer, [row], settings.num_samples, merged.stop_string)
-    prompt = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
-    ids = [run.tokenizer.encode_prompt(each["prompt"]) for each in episodes.rows]
-    room = run.model.config.block_size - max(map(len, ids))
-    longest = max(1, min(merged.max_new_tokens or PRETRAINED_LENGTH, room))
-    options = dict(max_new_tokens=longest, temperature=settings.temperature, seed=settings.seed)
+    prepared = Prepared(merged, None, run.tokenizer, {}, [], [], toolbox=toolbox)
+    room = run.model.config.block_size - len(prepared.encode(row["prompt"]))
+    rollouts, episodes = sample_episodes(
+        run.model,
+        prepared,
+        [row],
+        settings.num_samples,
+        max_new_tokens=max(1, min(merged.max_new_tokens or PRETRAINED_LENGTH, room)),
+        temperature=settings.temperature,
+        seed=settings.seed,
+    )
+    shown = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
     if not run.settings.task:  # a model from elsewhere
-        for line in unused_template(run.tokenizer, prompt):
+        for line in unused_template(run.tokenizer, shown):
             print(f"note: {line}", file=sys.stderr)
-    rollouts = sample_turns(run.model, merged, episodes, ids, **options)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
         completion = as_text(completion) if toolbox else completion
         texts.append(completion if stopped else f"{completion} …")
-    return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n", texts
+    return shown if isinstance(shown, str) else f"{shown[-1]['content']}\n", texts
 
 
 def main(settings, given, run):

@@ -297,7 +297,7 @@ MUTANTS = [
     # sample.py
     ("stop token out of the mask", "sample.py", "is_stop.int().argmax(1) + 1", "is_stop.int().argmax(1)", "test_sample.py test_grpo.py"),
     ("refills sampled with the same numbers", "sample.py", "np.arange(first_row, first_row + N)", "np.arange(N)", "test_collect.py"),
-    ("model: only the first stop token ends", "sample.py", "stop_token=episodes.tokenizer.stop_tokens,", "stop_token=episodes.tokenizer.stop_token,", "test_models.py"),
+    ("model: only the first stop token ends", "sample.py", "stop_token=tokenizer.stop_tokens,", "stop_token=tokenizer.stop_token,", "test_models.py"),
     ("sampler: lengths by the first stop token", "sample.py", "torch.tensor(as_tuple(stop_token), dtype", "torch.tensor(as_tuple(stop_token)[:1], dtype", "test_sample.py"),
     ("a completion commands the terminal", "sample.py", "plain(shown + text)", "shown + text", "test_sample.py"),
     ("evaluations ignore logits_chunk_mb", "sample.py", "chunk_mb=settings.logits_chunk_mb,", "chunk_mb=0,", "test_evaluate.py"),
