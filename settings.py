@@ -306,7 +306,7 @@ RULES = [
     Rule(
         "parallel",
         "fsdp",
-        ON_DEVICE | dict(base_dtype="", memory_budget_gb=""),
+        ON_DEVICE | dict(base_dtype="", memory_budget_gb="", plan=False),
         "{given} does not support {other}; use --parallel=ddp",
     ),
     Rule(  # its host has the same memory

@@ -28,20 +28,18 @@ MODELS = {  # the shapes of Qwen2.5; tied embeddings up to 1.5B, as published
 DEVICES = {
     "1": dict(),
     "8 ddp": dict(parallel="ddp", num_processes=8),
-    "8 fsdp": dict(parallel="fsdp", num_processes=8),
-    "64 fsdp": dict(parallel="fsdp", num_processes=64),
 }
 RUNGS = {
     "float32 masters and moments": dict(),
     "bfloat16 moments, no masters": dict(optimizer_dtype="bfloat16"),
     "masters and moments on the host": dict(optimizer_device="host"),
-    "and gradients (1, ddp), all (fsdp)": dict(optimizer_device="host"),
+    "and gradients": dict(optimizer_device="host"),
 }
 
 
 def cell(shape, devices, rung):
     last = rung == list(RUNGS)[-1]
-    offload = {"param_offload" if devices.get("parallel") == "fsdp" else "grad_offload": True} if last else {}
+    offload = dict(grad_offload=True) if last else {}
     batch = dict(batch_size=4 * devices.get("num_processes", 1))
     options = shape | BATCH | MEMORY | batch | devices | RUNGS[rung] | offload
     settings = GRPOSettings(**options, plan=True, device="cuda")

@@ -15,7 +15,6 @@ from helpers import HOME
 from helpers.models import DEVICE, make_model
 from helpers.rollouts import some_rollouts
 from helpers.runs import assert_same_weights, told
-from model import make_model as make_model_of_shape
 from processes import CHECKS, GRPO
 from runs.checkpoint import newest, read_state
 from runs.prepare import prepare
@@ -101,46 +100,32 @@ def test_only_rank_0_writes(found):
 @long
 @pytest.mark.parametrize("kind", ["ddp2", "fsdp2"])
 def test_what_a_process_needs_is_planned_and_given_back(found, kind):
-    settings = GRPOSettings(**GRPO | CHECKS["memory"] | dict(plan=True, parallel=kind[:-1], num_processes=2))
+    settings = GRPOSettings(**GRPO | CHECKS["memory"] | dict(plan=True, parallel="ddp", num_processes=2))
     settings.param_dtype = settings.optimizer_dtype = "float64"
     planned = plan(DryRun(prepare(settings), grpo.iterate), settings)
     for rank in range(2):
         _, figures = json.loads((found / kind / f"memory.{rank}.json").read_text())
         kept = figures["optimizer"]["current"]
         assert abs(figures["rollout"]["current"] - kept) < 5e4  # tokens and log-probs, no weights
-        for phase, (size, _) in planned.phases.items():
+        for phase, (size, _) in planned.phases.items() if kind == "ddp2" else ():
             if phase == "train":
                 assert 0.8 * size < figures[phase]["peak"] < 1.001 * size
-            elif phase not in ("eval", "load"):  # it is loaded whole and then sharded
+            elif phase not in ("eval", "load"):
                 assert figures[phase]["peak"] == pytest.approx(size, rel=0.005)
 
 
-def test_plans_of_a_process_of_several():
-    """ddp: that of its share of the batch. fsdp: a share of what is sharded, and what is gathered."""
+def test_a_process_of_several_is_planned_by_its_share_of_the_batch():
     settings = GRPOSettings(**GRPO | dict(batch_size=8, train_batch_size=16, n_layer=2, plan=True))
     rehearse = DryRun(prepare(settings), grpo.iterate)
     ddp = plan(rehearse, replace(settings, parallel="ddp", num_processes=2))
-    half = plan(rehearse, replace(settings, batch_size=4, train_batch_size=8, eval_prompts=3))
-    assert ddp.peak == half.peak
-    fsdp = plan(rehearse, replace(settings, parallel="fsdp", num_processes=2))
-    model = make_model_of_shape(rehearse.prepared.shape, "meta")
-    block = sum(p.nbytes for p in model.blocks[0].parameters())
-    weights = sum(p.nbytes for p in model.parameters())
-    outside = weights - 2 * block
-    for phase, (size, parts) in fsdp.phases.items():
-        before = half.phases[phase][1]
-        assert before["weights"] == weights and parts["weights"] == weights // 2
-        assert parts["moments"] == before["moments"] // 2 and size == sum(parts.values())
-        assert parts["gathered weights"] == (0 if phase in ("optimizer", "load") else weights)
-    assert fsdp.phases["train"][1]["gathered gradients"] == block + outside + max(block, outside)
-    offloaded = plan(rehearse, replace(settings, parallel="fsdp", num_processes=2, param_offload=True))
-    size, parts = fsdp.phases["rollout"]
-    assert offloaded.phases["rollout"][0] <= size - weights // 2 - parts["moments"]
-    assert offloaded.host_components["weights"] == offloaded.host_components["gradients"] == weights // 2
-    with pytest.raises(SnugError, match="parallel=none does not support num_processes=2; use --num_processes=1"):
-        GRPOSettings(num_processes=2).check()
-    with pytest.raises(SnugError, match="batch_size=4 is less than 8 processes"):
-        GRPOSettings(parallel="ddp", num_processes=8, batch_size=4).check()
+    assert ddp.peak == plan(rehearse, replace(settings, batch_size=4, train_batch_size=8, eval_prompts=3)).peak
+    for options, message in (
+        (dict(num_processes=2), "parallel=none does not support num_processes=2; use --num_processes=1"),
+        (dict(parallel="ddp", num_processes=8, batch_size=4), "batch_size=4 is less than 8 processes"),
+        (dict(parallel="fsdp", plan=True), "parallel=fsdp does not support plan=True; use --parallel=ddp"),
+    ):
+        with pytest.raises(SnugError, match=message):
+            GRPOSettings(**options).check()
 
 
 def test_metrics_are_added_up_and_maxima_are_not():

@@ -31,8 +31,6 @@ from snug.memory.meter import MemoryMeter
 GIB = 2**30
 # cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
 CUDA_EXTRA = 3 * 32 * MIB
-# Each process of FSDP keeps a share of them.
-SHARDED = "weights", "gradients", "moments", "reference", "teacher"
 
 
 @dataclass
@@ -225,16 +223,12 @@ def plan(dry_run, settings) -> Plan:
     always = {"cuBLAS workspace": CUDA_EXTRA} if kind == "cuda" else {}
     phases = {phase: always | peak.components for phase, peak in highest.items()}
     on_host = host["all"].components if host else {}
-    if settings.parallel == "fsdp":
-        phases, on_host = share(phases, on_host, highest, settings)
     sizes = {phase: sum(components.values()) for phase, components in phases.items()}
     binding = max(sizes, key=sizes.get)
     biggest = [
         (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}")
         for s in highest[binding].largest.values()
     ]
-    if settings.parallel == "fsdp":  # how large a process's share of a tensor is, depends on the tensor
-        biggest = [(bytes_, name) for name, bytes_ in phases[binding].items()]
     return Plan(
         kind=kind,
         peak=sizes[binding],
@@ -244,39 +238,3 @@ def plan(dry_run, settings) -> Plan:
         biggest=sorted(biggest, reverse=True)[:6],
         host_components=on_host,
     )
-
-
-def share(phases: dict, on_host: dict, highest: dict, settings):
-    """{phase: components} and the host's components of whole weights -> the same for one process of fsdp.
-
-    fsdp shards over all processes. This is not run, but added up. While the model runs, two blocks and the weights
-    outside the blocks are gathered; in a rollout all weights. In training there are the gradients of a block and of
-    the weights outside, and a float32 copy of those that are reduced.
-    tests/test_parallel.py compares this with what runs need.
-    """
-    n = settings.num_processes
-    tensors = [s for peak in highest.values() for s in peak.largest.values()]
-    sizes = {s.name: s.size for s in tensors if s.component == "weights"}
-    block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
-    outside = sum(size for name, size in sizes.items() if not name.startswith("blocks."))
-    running = outside + 2 * block
-    everything = max(components["weights"] for components in phases.values())
-    gathered = dict(
-        rollout=everything, eval=everything, reference=running, teacher=running, train=running
-    )
-    width = getattr(torch, settings.param_dtype).itemsize
-    reduced = max(outside, block) * max(4, width) // width
-
-    def shares(components):
-        return {name: size // n if name in SHARDED else size for name, size in components.items()}
-
-    phases = {phase: shares(components) for phase, components in phases.items()}
-    on_host = shares(on_host)
-    for phase, components in phases.items():
-        for name in SHARDED if settings.param_offload else ():
-            if name in components:
-                on_host[name] = max(components.pop(name), on_host.get(name, 0))
-        components["gathered weights"] = gathered.get(phase, 0)
-        if phase == "train" and not settings.lora_rank:
-            components["gathered gradients"] = block + outside + reduced
-    return phases, on_host
