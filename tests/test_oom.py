@@ -202,5 +202,5 @@ def test_an_optimizer_step_is_tried_once_more():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(SnugError, match="in the optimizer step: CUDA out of memory.; try "):
-        limits_of(GRPOSettings()).run("optimizer", step)
+        limits_of(GRPOSettings()).retry("optimizer", step)
     assert len(calls) == 2
