@@ -16,10 +16,11 @@ from data import load_reward_function
 from data.task import Task, split_of
 from exploits import dressed, harmless
 from helpers import HOME
-from helpers.episodes import HERMES, Script, says
+from helpers.episodes import Script, says
 from helpers.models import make_chat_model
 from helpers.runs import tiny
 from helpers.tasks import needs_package, rewards, task_of
+from helpers.tokenizers import HERMES
 from model import GPT
 from runs.prepare import prepare
 from settings import GRPOSettings

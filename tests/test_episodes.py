@@ -17,10 +17,10 @@ import torch
 
 import grpo
 from data.episodes import CUT, LONGEST_TOKEN, EpisodeOptions, Episodes, as_text, make_toolbox
-from helpers.episodes import CHATS, HERMES, call, hermes, sampled, says, tool_of
+from helpers.episodes import CHATS, call, hermes, sampled, says, tool_of
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
-from helpers.tokenizers import added, folder_of, qwen_like, tool, tooled, user
+from helpers.tokenizers import HERMES, added, folder_of, qwen_like, tool, tooled, user
 from runs.prepare import prepare
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings

@@ -7,8 +7,8 @@ import pytest
 import evaluate
 import grpo
 import sample
-from helpers.episodes import HERMES
 from helpers.models import make_chat_model
+from helpers.tokenizers import HERMES
 from runs.checkpoint import find_run
 from runs.evaluation import prepare_evaluation
 from runs.loading import load_run

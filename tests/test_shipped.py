@@ -30,11 +30,11 @@ from helpers.commands import (
     values_of,
     write_shrunk_configs,
 )
-from helpers.episodes import HERMES
 from helpers.files import source_files
 from helpers.hub import put
 from helpers.models import make_chat_model
 from helpers.tasks import HUMAN_EVAL, MBPP, is_installed
+from helpers.tokenizers import HERMES
 from runs.log import read_lines, read_log
 
 TEXTS = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted(HOME.glob("docs/*.md"))]

@@ -6,8 +6,8 @@ from collections import Counter
 import torch
 
 import sample
-from helpers.models import make_flat_model
-from helpers.tokenizers import llama3_like, qwen_like
+from helpers.models import CHATML, make_flat_model
+from helpers.tokenizers import HERMES, LLAMA31, llama3_like, qwen_like
 from sample import sample_groups
 from snug.decoding import decode_batch
 
@@ -19,44 +19,9 @@ def tool_of(name, function, **hints):
     return function
 
 
-HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
-{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n' if message.content or not loop.first }}{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-LLAMA31 = """{{- bos_token }}
-{%- for message in messages %}
-    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
-    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
-    {%- if loop.first and tools %}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}{%- endif %}
-    {%- if message.tool_calls %}
-        {{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
-        {{- message.tool_calls[0].function.arguments | tojson }}{{- '}' }}
-    {%- elif message.role == 'tool' %}{{- message.content | tojson }}
-    {%- else %}{{- message.content | trim }}{%- endif %}
-    {{- '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
-PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
 # name: tokenizer, template, the token that ends a turn
 CHATS = dict(hermes=(qwen_like, HERMES, "<|im_end|>"), llama=(llama3_like, LLAMA31, "<|eot_id|>"))
-CHATS |= dict(inline=(qwen_like, PLAIN, "<|im_end|>"))
+CHATS |= dict(inline=(qwen_like, CHATML, "<|im_end|>"))
 
 
 WIDE = 4096  # more than the tokens of any completion

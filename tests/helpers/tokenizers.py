@@ -145,27 +145,31 @@ def ids_of(theirs, text, special):
     return theirs.encode(text, add_special_tokens=False).ids
 
 
-TURNS = """
+HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
         {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- else %}{{- '<|im_start|>' + message.role + '\\n' + TEXT + '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if message.content or not loop.first }}{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-QWEN25 = (
-    "{%- if tools %}{{- '<|im_start|>system\\n<tool_call>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}"
-)
-QWEN25 += "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}" + TURNS.replace("TEXT", "message.content")
 # As Qwen3: only turns after the last question keep their thoughts.
 THOUGHTS = """{%- set ns = namespace(last=-1) %}
 {%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- macro kept(text, place) %}{{- text if place > ns.last else text.split('</think>')[-1].lstrip('\\n') }}{%- endmacro %}
-""" + QWEN25.replace(
-    "message.content + '<|im_end|>",
-    "(kept(message.content, loop.index0) if message.role == 'assistant' else message.content) + '<|im_end|>",
+""" + HERMES.replace(
+    "'\\n' + message.content }}",
+    "'\\n' + (kept(message.content, loop.index0) if message.role == 'assistant' else message.content) }}",
 )
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe nice.<|im_end|>\\n' }}{% endif %}"
@@ -195,7 +199,7 @@ LLAMA31 = """{{- bos_token }}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 TOOLED = {  # name: family, template, the token that ends a turn, call_form
-    "qwen2.5": (qwen_like, QWEN25, "<|im_end|>", "hermes"),
+    "qwen2.5": (qwen_like, HERMES, "<|im_end|>", "hermes"),
     "qwen3": (qwen_like, THOUGHTS, "<|im_end|>", "hermes"),
     "smollm2": (smollm2_like, SMOLLM2, "<|im_end|>", "inline"),
     "llama3.1": (llama3_like, LLAMA31, "<|eot_id|>", "llama"),
