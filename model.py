@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from snug.device import cpu
 from snug.kernels.gated import GatedUnit
-from snug.kernels.layers import BlockInputs, Embed, Linear, RMSNorm, Undrawn, hold_in_nf4
+from snug.kernels.layers import Embed, Linear, RMSNorm, hold_in_nf4, offloaded
 from snug.kernels.rotary import Rotary, rotary_table
 from snug.kernels.segments import Segments, attend
 from snug.memory.ledger import COMPONENTS, component
@@ -225,10 +225,9 @@ class GPT(nn.Module):
         length = T if cache is None else cache.max_length
         length = mask.longest if isinstance(mask, Segments) else length
         angles = self.angles(positions, length)
-        inputs = BlockInputs()
         for block, kind in zip(self.blocks, self.ropes, strict=True):
             block_last = last if block is self.blocks[-1] else None
-            x = self.run_block(block, x, angles.get(kind), cache, mask, block_last, inputs)
+            x = self.run_block(block, x, angles.get(kind), cache, mask, block_last)
         return self.norm(x)
 
     def angles(self, positions, length: int) -> dict:
@@ -244,7 +243,7 @@ class GPT(nn.Module):
                     self.rotary[kind] = rotary_table(self.config, size, positions.device, kind)
         return {kind: [table[positions][:, None] for table in self.rotary[kind]] for kind in kinds}
 
-    def run_block(self, block, x, rotary, cache, mask, last, inputs):
+    def run_block(self, block, x, rotary, cache, mask, last):
         """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
@@ -252,7 +251,7 @@ class GPT(nn.Module):
             mask = mask.keeping()
         # There is no dropout, so there is no generator to restore.
         options = dict(use_reentrant=False, preserve_rng_state=False)
-        with inputs.hooks(x) if self.activation_offload else nullcontext():
+        with offloaded(x) if self.activation_offload else nullcontext():
             return checkpoint(block, x, rotary, cache, mask, last, **options)
 
     def logits(self, hidden):
@@ -276,13 +275,11 @@ def make_model(
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        # Matrices that will be in NF4 take no memory before.
-        place = "meta" if base_dtype and not initialise else device
-        with torch.device(place), nullcontext() if initialise else Undrawn():
+        with torch.device(device if initialise else "meta"):  # there nothing is drawn
             model = GPT(config)
         if base_dtype:
             hold_in_nf4(model, device, empty=not initialise)
-        return model.to_empty(device=device) if place == "meta" else model
+        return model if initialise else model.to_empty(device=device)
     finally:
         torch.set_default_dtype(default)
 

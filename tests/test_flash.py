@@ -175,8 +175,8 @@ def test_kernels_read_nothing_beside_the_row():
     wide = [torch.full((1, T + 200, heads, 16), 7.0, device=DEVICE) for heads in (2, 2, 1, 1)]
     y, *gradients = (tensor[:, inside].transpose(1, 2) for tensor in wide)
     lse = torch.empty(1, 2, T, device=DEVICE)
-    flash.forward(q, k, v, y, lse, its)
-    flash.backward(dy, q, k, v, y, lse, *gradients, its)
+    flash.forward(q, k, v, y, lse, its, 0)
+    flash.backward(dy, q, k, v, y, lse, *gradients, its, 0)
     y_expected, dx_expected = run(attend, its, x, dy, 2)
     assert y.equal(y_expected) and torch.cat(gradients, 1).transpose(1, 2).equal(dx_expected)
     for whole in wide:
@@ -201,7 +201,7 @@ def test_kernels_give_the_logarithm_of_the_sum():
     its, x = make_row(RAGGED, 2, 1, 16)
     q, k, v = x.transpose(1, 2).split([2, 1, 1], 1)
     y, lse = torch.empty_like(q), torch.empty(1, 2, x.shape[1], device=DEVICE)
-    flash.forward(q, k, v, y, lse, its)
+    flash.forward(q, k, v, y, lse, its, 0)
     scores = (q @ k.transpose(2, 3) / 4).masked_fill(~its.mask(), -torch.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 

@@ -138,10 +138,6 @@ class KVCache:
         self.ragged |= min(lengths) < self.prompt.shape[4]
         self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
 
-    def bias(self, hidden):
-        """-> hidden's shape: -inf where it is True, else 0."""
-        return torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -math.inf)
-
     def write_prompts(self, layer: int, k, v):
         """k, v (P, G, T, D) of the prompts, T at most T_p."""
         for prompt, values in zip(self.prompt[layer], (k, v), strict=True):
@@ -226,7 +222,7 @@ class KVCache:
                 part.clear(len(t), columns)
             if self.ragged or not same_t or 0 < part.window < T_p + columns:
                 hidden = ~part.sees(self.lengths, t[:, None], T_p, part.columns)
-                part.bias = self.bias(hidden)
+                part.bias = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -math.inf)
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
         """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).

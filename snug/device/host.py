@@ -3,8 +3,8 @@
 `HOST` counts them, on a CPU too, where "device" and "host" are the same chips. So a CPU can count what an option saves
 on a GPU. A planner's fake tensors are counted by the planner's ledger.
 
-Three users copy beside compute, each in the order in which it needs the tensors: the reference's blocks (below), the
-inputs of blocks (snug/kernels/layers.py), and the optimizer's state and gradients (training/optimizer.py).
+Two users copy beside compute, each in the order in which it needs the tensors: the reference's blocks (below), and the
+optimizer's state and gradients (training/optimizer.py). Inputs of blocks (snug/kernels/layers.py) are copied in order.
 """
 
 import math

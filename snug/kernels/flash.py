@@ -270,42 +270,20 @@ def common(q, k, v, segments):
     return [*segments.tables, q.shape[2], q.shape[1], *strides]
 
 
-def forward(q, k, v, y, lse, segments, window: int = 0):
-    """Fill y (1, H, T, D) and lse (1, H, T)."""
-    if nothing_to_do(q):
-        return
+def on_queries(q, k, v, y, lse, segments, window, dy=None, dq=None, delta=None):
+    """`queries_kernel`, forward or backward."""
     shape, others = kernel_shape(q, k), common(q, k, v, segments)
     programs = len(segments.tables[1]) * shape["PARTS"] * q.shape[1]
-    launch(
-        queries_kernel,
-        (programs,),
-        q,
-        k,
-        v,
-        y,
-        lse,
-        None,
-        None,
-        None,
-        *others,
-        WINDOW=window,
-        **shape,
-    )
+    launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, WINDOW=window, **shape)
 
 
-def backward(
-    dy,
-    q,
-    k,
-    v,
-    y,
-    lse,
-    dq,
-    dk,
-    dv,
-    segments,
-    window: int = 0,
-):
+def forward(q, k, v, y, lse, segments, window):
+    """Fill y (1, H, T, D) and lse (1, H, T)."""
+    if not nothing_to_do(q):
+        on_queries(q, k, v, y, lse, segments, window)
+
+
+def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
     _, H, _, D = q.shape
     prompt_tiles = sum(-(-(middle - begin) // TILE) for begin, middle, _ in segments.groups)
@@ -314,28 +292,11 @@ def backward(
     dy = dy.transpose(1, 2).contiguous()  # (1, T, H, D)
     if nothing_to_do(q):
         return
-    shape, others = kernel_shape(q, k), common(q, k, v, segments)
-    tiles, G = segments.tables[1], k.shape[1]
-    programs = len(tiles) * shape["PARTS"] * H
-    launch(
-        queries_kernel,
-        (programs,),
-        q,
-        k,
-        v,
-        y,
-        lse,
-        dy,
-        dq,
-        delta,
-        *others,
-        WINDOW=window,
-        **shape,
-    )
-    shape = kernel_shape(q, k, True)
+    on_queries(q, k, v, y, lse, segments, window, dy, dq, delta)
+    shape, tiles, G = kernel_shape(q, k, True), segments.tables[1], k.shape[1]
     launch(
         keys_kernel,
-        (programs,),
+        (len(tiles) * shape["PARTS"] * H,),
         q,
         k,
         v,
@@ -346,7 +307,7 @@ def backward(
         delta,
         *shares,
         segments.positions if window else None,
-        *others,
+        *common(q, k, v, segments),
         WINDOW=window,
         **shape,
     )

@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from snug.device import cpu
 from snug.device.host import new_on_host
 from snug.device.kinds import kind_of, off_mps
-from snug.device.streams import aside
 from snug.kernels.nf4 import NF4, NF4Linear, product, takes_product
 from snug.memory.ledger import component
 
@@ -43,14 +41,6 @@ def add_product(y, x, weight, alpha: float = 1.0):
     """-> y + alpha x W^T; without gradients in y. With them in a copy, as the norm keeps a residual."""
     addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
     return addmm(y.flatten(0, -2), x.flatten(0, -2), weight.t(), alpha=alpha).view_as(y)
-
-
-class Undrawn(TorchFunctionMode):
-    """Modules that are made inside draw no weights."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", "") != "torch.nn.init":
-            return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
@@ -144,56 +134,25 @@ class Embed(torch.autograd.Function):
         return None, None
 
 
-class BlockInputs:
-    """The inputs of the blocks in one forward, in host memory until backward. Make a new object for each forward."""
+def offloaded(x):
+    """The context of a checkpointed block with input x, which waits in host memory until backward.
 
-    def __init__(self):
-        self.latest = None
-
-    def hooks(self, x):
-        """The context of the block with input x. Other saved tensors (rotary tables) stay on the device."""
-        storage = id(x.untyped_storage())  # `pack` lives until backward: it must not hold x
-
-        def pack(tensor):
-            if id(tensor.untyped_storage()) != storage:
-                return tensor
-            self.latest = BlockInput(tensor.detach(), self.latest)
-            return self.latest
-
-        return saved_tensors_hooks(
-            pack, lambda kept: kept.take() if isinstance(kept, BlockInput) else kept
-        )
-
-
-@component("block inputs")
-class BlockInput:
-    """One block's input: a copy on the host, and the tensor on the device while it is going or coming.
-
-    It is copied to the host while its block runs, and freed on the device when the next block begins. Backward begins
-    with the last block, whose input has not left. While a block runs backward, the input of the block before it is
-    fetched: two are on the device at once. torch.autograd.graph.save_on_cpu would wait for each copy.
+    Other saved tensors (rotary tables) stay on the device. On CUDA the copies run in order with compute, and the host
+    does not wait for them, as it would in torch.autograd.graph.save_on_cpu.
     """
+    storage = id(x.untyped_storage())  # `pack` lives until backward: it must not hold x
 
-    def __init__(self, tensor, before):
-        """before: the BlockInput of the block before."""
-        self.tensor, self.before, self.device = tensor, before, tensor.device
-        self.host = new_on_host(tensor)
-        if before is not None:
-            before.copied.wait()
-            before.tensor = None
-        with aside(self.device, to="host") as self.copied:
-            self.host.copy_(tensor, non_blocking=True)
+    @component("block inputs")
+    def pack(tensor):
+        if id(tensor.untyped_storage()) != storage:
+            return tensor
+        return new_on_host(tensor).copy_(tensor, non_blocking=True), tensor.device
 
-    def fetch(self):
-        if self.tensor is None:
-            self.tensor = torch.empty_like(self.host, device=self.device)
-            with aside(self.device, to="device") as self.copied:
-                self.tensor.copy_(self.host, non_blocking=True)
+    @component("block inputs")
+    def unpack(kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        host, device = kept
+        return torch.empty_like(host, device=device).copy_(host, non_blocking=True)
 
-    def take(self):
-        self.fetch()
-        self.copied.wait()
-        if self.before is not None:
-            self.before.fetch()
-        tensor, self.tensor = self.tensor, None
-        return tensor
+    return saved_tensors_hooks(pack, unpack)

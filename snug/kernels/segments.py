@@ -247,19 +247,7 @@ class Attend(torch.autograd.Function):
         _, _, T, D = q.shape
         dq, dk, dv = (x.new_empty(1, T, x.shape[1], D).transpose(1, 2) for x in (q, k, v))
         fill = flash.backward if uses_triton(q) else backward_torch
-        fill(
-            dy,
-            q,
-            k,
-            v,
-            y,
-            lse,
-            dq,
-            dk,
-            dv,
-            ctx.segments,
-            ctx.window,
-        )
+        fill(dy, q, k, v, y, lse, dq, dk, dv, ctx.segments, ctx.window)
         return dq, dk, dv, None, None
 
 
@@ -288,7 +276,7 @@ def seen_of_prompt(segments, prompt, completions, window: int, dtype):
     return prompt, band(segments.positions[completions], segments.positions[prompt], window, dtype)
 
 
-def forward_torch(q, k, v, y, lse, segments, window: int = 0):
+def forward_torch(q, k, v, y, lse, segments, window):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
     for batch in segments.batches:
         inputs = [batch.take(x) for x in (q, k, v)]
@@ -306,19 +294,7 @@ def forward_torch(q, k, v, y, lse, segments, window: int = 0):
         torch.logaddexp(lse_own, lse_prompt, out=lse_own)
 
 
-def backward_torch(
-    dy,
-    q,
-    k,
-    v,
-    y,
-    lse,
-    dq,
-    dk,
-    dv,
-    segments,
-    window: int = 0,
-):
+def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments, window):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
     for batch in segments.batches:  # every token is in one batch
         inputs = [batch.take(x) for x in (dy, q, k, v, y, lse)]
@@ -332,17 +308,8 @@ def backward_torch(
         dy_own, q_own, y_own, lse_own = (x[:, :, completions] for x in (dy, q, y, lse))
         seen, mask = seen_of_prompt(segments, prompt, completions, window, q.dtype)
         keys, values = k[:, :, seen], v[:, :, seen]
-        gradients = cpu_attention_backward(
-            dy_own,
-            q_own,
-            keys,
-            values,
-            y_own,
-            lse_own,
-            0.0,
-            False,
-            attn_mask=mask,
-        )
+        inputs = dy_own, q_own, keys, values, y_own, lse_own
+        gradients = cpu_attention_backward(*inputs, 0.0, False, attn_mask=mask)
         for gradient, row, tokens in zip(
             gradients, (dq, dk, dv), (completions, seen, seen), strict=True
         ):
