@@ -64,24 +64,6 @@ def summary(tmp_path):
     return json.loads((tmp_path / "here.json").read_text())["steps"]
 
 
-@pytest.mark.long
-def test_a_step_is_stopped_at_its_limit_and_keeps_its_results(tmp_path):
-    """The process that it started ends too. The other steps run. The table names what failed. The exit code is 1."""
-    process = start(tmp_path, [("slow", SLOW, 3), ("good", GOOD, 60), ("bad", BAD, 60)])
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 1, output
-    steps = summary(tmp_path)
-    states = {name: step["state"] for name, step in steps.items()}
-    assert states == {"slow": "stopped after 3 s", "good": "ok", "bad": "exit code 3"}
-    assert is_gone(int((tmp_path / "pid").read_text()))
-    assert [row["name"] for row in steps["slow"]["results"]] == ["before"]
-    assert [row["value"] for row in steps["good"]["results"]] == [1.5]  # the later one
-    assert steps["good"]["last"] == "the last line" and steps["bad"]["last"] == "why it failed"
-    table = output.partition("A dry run:")[2].splitlines()[1:]
-    assert [line.split()[0] for line in table] == ["slow", "before", "good", "speed", "bad"]
-    assert table[1].endswith("MISSED") and "at most 2" in table[3] and not table[3].endswith("MISSED")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
     process = start(tmp_path, [("good", GOOD, 60), ("slow", SLOW, 600), ("never", GOOD, 60)])

@@ -270,38 +270,6 @@ def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
 
 
 @pytest.mark.long
-def test_from_warm_start_to_sample(tmp_path):
-    """grpo.py makes its warm start, evaluate.py and sample.py use the run, report.py compares the two; all in a pipe."""
-    sft = dict(out_dir="a/sft", digits=1, max_iters=2, batch_size=8, eval_prompts=10)
-    sft |= dict(vocab_size=272, n_layer=1, n_embd=32, block_size=16)
-    (tmp_path / "sft.py").write_text("".join(f"{name} = {value!r}\n" for name, value in sft.items()))
-    lines = "--digits=1 --max_iters=2 --batch_size=2 --group_size=2 --max_new_tokens=6 --beta=0.1".split()
-    (tmp_path / "rewards.py").write_text(
-        "def short(prompts, completions, **columns):\n    return [-len(c) / 10 for c in completions]\n"
-    )
-    folders = [f"--init_from={tmp_path}/sft.py", "--out_dir=a/grpo"]
-    folders += ["--reward_funcs=rewards:short", "--eval_prompts=10"]
-    code, out, err = command(HOME / "grpo.py", *lines, *folders, cwd=tmp_path)
-    assert code == 0, err
-    assert "a/sft is missing or not finished: making it first" in out and "iter 1/2  reward -" in out and err == ""
-    record = json.loads((tmp_path / "a/grpo/log.jsonl").read_text().splitlines()[-1])
-    assert record["iter"] == 1 and record["reward_mean"] < 0
-    shape = json.loads((newest(tmp_path / "a/grpo") / "state.json").read_text())["model_config"]
-    assert (shape["vocab_size"], shape["n_vocab"]) == (272, 257)  # padded, as the warm start is
-    code, out, _ = command(HOME / "evaluate.py", "a/grpo", "--num_prompts=10", cwd=tmp_path)
-    assert code == 0 and out.count("  pass@1 ") == 2 and "10 prompts of the test split" in out
-    words = "--prompt 1+2= --num_samples=3 --max_new_tokens=5 --stop_string=3".split()
-    code, out, _ = command(HOME / "sample.py", "a/grpo", *words, cwd=tmp_path)
-    completions = [line.split("   [")[0] for line in out.splitlines()]
-    assert code == 0 and out.count("1+2=") == 3 and "3" not in "".join(completions)
-    code, _, err = command(HOME / "sample.py", "a/grpo", "--prompt=" + "1" * 16, cwd=tmp_path)
-    assert code == 2 and "a prompt of 16 tokens + max_new_tokens=1 is longer than block_size=16" in err
-    code, out, _ = command(HOME / "report.py", "a/grpo", "a/sft", cwd=tmp_path)
-    assert code == 0 and "mem_max_alloc_mb_train" in out and "mem_max_alloc_mb_rollout" in out
-    assert "Memory timeline, a/grpo" in (tmp_path / "a/grpo/report.html").read_text()
-
-
-@pytest.mark.long
 def test_without_triton_plain_torch_does_everything(tmp_path):
     """As on macOS and on ARM, where triton is not installed."""
     code = "import sys; sys.modules['triton'] = None; import runpy; sys.argv = sys.argv[1:]; "

@@ -108,15 +108,6 @@ def test_a_reward_function_beside_a_file_with_a_name_of_ours_is_refused(tmp_path
     assert line == f"error: {tmp_path / name} has the name of a module of snug's; rename it"
 
 
-def test_other_files_of_a_user_are_no_problem(tmp_path):
-    (tmp_path / "data").mkdir()  # a folder of files is no module
-    (tmp_path / "prompts.py").write_text("WORDS = 1\n")
-    (tmp_path / "mine.py").write_text("import prompts\ndef short(completions, **_): return [1.0]\n")
-    words = ("--reward_funcs=mine:short", "--data_file=missing.jsonl", "--task=jsonl")
-    code, line = in_folder(tmp_path, HOME / "grpo.py", *words)
-    assert code == 2 and "missing.jsonl" in line
-
-
 @pytest.mark.parametrize("name", ["settings", "model", "training"])
 def test_a_script_beside_a_file_with_a_name_of_ours_is_refused(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("WORDS = ['short']\n")

@@ -12,10 +12,8 @@ import safetensors.torch
 import torch
 
 import grpo
-import train_sft
 from helpers.models import make_model
 from helpers.runs import figures, progress, reward_that_draws, tiny
-from model import not_finite
 from runs import checkpoint
 from runs.prepare import prepare
 from runs.saver import Saver, best_of
@@ -23,7 +21,6 @@ from settings import SFTSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 from training.optimizer import make_optimizer, optimizer_step
-from training.state import Training
 
 
 class Run:
@@ -182,14 +179,6 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
         run.save(3)
 
 
-def test_not_finite_finds_one_among_many():
-    for dtype, value in zip((torch.float32, torch.bfloat16, torch.float64), ("nan", "inf", "-inf"), strict=True):
-        named = {f"t{i}": torch.full((50,), 1e30, dtype=dtype) for i in range(4)}
-        assert not_finite(named | {"integers": torch.ones(3, dtype=torch.long), "empty": torch.ones(0)}) is None
-        named["t2"][49] = named["t3"][7] = float(value)
-        assert not_finite(named) == "t2 has NaN or infinity"
-
-
 @pytest.mark.parametrize(
     "owner, name, number",
     [(Path, "mkdir", 30), (safetensors.torch, "save_file", 28), (Path, "write_text", 28), (os, "fsync", 5)]
@@ -240,21 +229,3 @@ def test_an_iteration_that_fails_before_its_step_loses_nothing(tmp_path):
     assert "saved after iteration 2" in (tmp_path / "stopped/log.txt").read_text()
     trained(dataclasses.replace(stopped, resume="auto"), reward_that_draws)
     assert figures(stopped.out_dir) == figures(settings.out_dir)
-
-
-def test_an_error_in_the_rescue_hides_nothing(tmp_path, monkeypatch):
-    """The iteration fails, and so does the save: the first error is the one that is raised."""
-    sft, _ = tiny(tmp_path)
-    original, steps = Training.update, []
-
-    def step(*arguments):
-        steps.append(1)
-        if len(steps) == 3:
-            monkeypatch.setattr(os, "rename", broken())
-            raise RuntimeError("the device is gone")
-        return original(*arguments)
-
-    monkeypatch.setattr(Training, "update", step)
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        train_sft.main(prepare(dataclasses.replace(sft, save_interval=0, eval_prompts=0)))
-    assert "warning: checkpoint-000002 cannot be written" in (Path(sft.out_dir) / "log.txt").read_text()

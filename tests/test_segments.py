@@ -61,19 +61,6 @@ def test_the_docstrings_example():
     assert start.tolist() == segments.start().tolist() and tiles.tolist() == segments.tiles().tolist()
 
 
-def test_demonstrations_take_few_calls():
-    """SFT's groups of one completion: one segment each, and all of about the same length in one batch."""
-    segments = Segments([(5, [6])] * 9 + [(6, [6])] * 9)
-    assert len(segments.batches) == 1 and all(middle == end for _, middle, end in segments.groups)
-
-
-def test_neighbours_of_the_same_length_are_a_batch_without_a_copy():
-    batches = Segments([(3, [5] * 8), (3, [5] * 8), (2, [5, 5])]).batches
-    assert [batch.shape[0] for batch in batches] == [8, 8, 2, 2, 1] and batches[0].slice == slice(3, 43)
-    x = torch.randn(1, 2, 99, 4)
-    assert [batch.take(x)._base is None for batch in batches[:3]] == [False, False, False]
-
-
 @given(some_groups)
 def test_the_mask_is_what_the_words_say(groups):
     assert Segments(groups).mask().tolist() == words(groups)
@@ -213,13 +200,6 @@ def test_attention_is_the_dense_one(groups, heads):
 def test_group_by_group_as_on_mps_is_the_dense_one(groups):
     with patch.object(module, "kind_of", lambda x: "mps"):
         assert_attention(groups, torch.float64, 1e-12, 1e-12)
-
-
-@pytest.mark.parametrize("alone, similar", [(0, 0.75), (256, 0.0), (18, 0.5)])
-@pytest.mark.parametrize("groups", ["some without tokens", "similar lengths"])
-def test_attention_does_not_depend_on_batches(groups, alone, similar):
-    with patch.multiple(module, ALONE=alone, SIMILAR=similar):
-        assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12)
 
 
 @settings(deadline=None)
