@@ -1,82 +1,25 @@
-"""bench/all.py without a GPU: limits, results of a bench that was stopped, a dry run. bench/iteration.py: what it compares."""
+"""bench/all.py without a GPU: its steps, a dry run. bench/iteration.py: what it compares."""
 
 import importlib.util
 import json
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import HOME
 from model import make_model
 from snug.device.pick import pick_device
 from snug.kernels.nf4 import FEW
 
-# Programs of steps that replace the real ones. `tell` does what bench/common.py's `result` does.
-PRELUDE = """
-import json, os, subprocess, sys, time
-def tell(name, **row):
-    with open(os.environ["BENCH_RESULTS"], "a") as file:
-        file.write(json.dumps(dict(step=os.environ["BENCH_STEP"], name=name, unit="ms") | row) + chr(10))
-"""
-GOOD = "tell('speed', value=3.0); tell('speed', value=1.5, aim='at most 2', reached=True); print('the last line')"
-BAD = "print('why it failed'); sys.exit(3)"
-SLOW = """
-tell('before', value=7.5, aim='at most 2', reached=False)
-child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
-open(os.environ["GRANDCHILD"], 'w').write(str(child.pid))
-print('about to sleep', flush=True)
-time.sleep(600)
-"""
-DRIVER = "import sys; sys.path.insert(0, 'bench'); import all; sys.exit(all.main({words!r}, lambda *_: {steps!r}))"
-
-
-def start(tmp_path, steps, *options):
-    """Start bench/all.py with these steps: (name, program, limit in seconds)."""
-    steps = [(name, ["-c", PRELUDE + program], limit, {}) for name, program, limit in steps]
-    driver = DRIVER.format(words=["--dry-run", f"--folder={tmp_path}/here", *options], steps=steps)
-    environment = os.environ | {"GRANDCHILD": str(tmp_path / "pid")}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HOME)
-    return subprocess.Popen([sys.executable, "-c", driver], env=environment, **pipes)
-
-
-def is_gone(pid):
-    """A killed process ends when it runs next, so it has a minute. Its parent may not have collected it yet."""
-    for _ in range(600):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.1)
-    return False
-
 
 def summary(tmp_path):
     return json.loads((tmp_path / "here.json").read_text())["steps"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_ctrl_c_leaves_no_process_and_keeps_results(tmp_path, number):
-    process = start(tmp_path, [("good", GOOD, 60), ("slow", SLOW, 600), ("never", GOOD, 60)])
-    log = tmp_path / "here/log.txt"
-    while process.poll() is None and not (log.exists() and "\nabout to sleep\n" in log.read_text()):
-        time.sleep(0.1)
-    process.send_signal(number)
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 130, output
-    steps = summary(tmp_path)
-    assert {name: step["state"] for name, step in steps.items()} == {"good": "ok", "slow": "interrupted"}
-    assert [row["name"] for row in steps["slow"]["results"]] == ["before"]
-    assert is_gone(int((tmp_path / "pid").read_text())) and "interrupted" in output
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
@@ -119,26 +62,6 @@ def test_the_stop_token_has_the_same_probability_everywhere(iteration, case):
     with torch.no_grad():
         probability = model.logits(model(torch.randint(63, (4, 50)))).softmax(-1)[..., 63]
     assert 0.15 < probability.min() and probability.max() < 0.185, (probability.min(), probability.max())
-
-
-def counted(model, T, length):
-    """Operations of a forward pass. Attention counts half, because it is causal; torch 2.15 counts all of it."""
-    c, tokens = model.config, torch.randint(63, (1, T + length))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.logits(model(tokens)[:, T:])
-    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
-    return products + c.n_layer * 4 * c.n_head * c.head_size * (T + length) ** 2 / 2
-
-
-@pytest.mark.parametrize("case", ["ragged", "uniform"])
-def test_the_floor_counts_forward_passes(iteration, case):
-    """A prompt counts once for all its completions. All tokens count four times, five times with a reference."""
-    model, T, length = make_model(iteration.CASES["tiny"][case][0], "cpu"), 9, 4
-    both, prompt = counted(model, T, length), counted(model, T, 0)
-    for P, k in ((1, 1), (1, 3), (2, 3)):
-        forward = P * (prompt + k * (both - prompt))
-        for passes in (4, 5):
-            assert iteration.floor_flops(model.config, P, T, k, length, passes == 5) == passes * forward
 
 
 # The aims of a step in a dry run.

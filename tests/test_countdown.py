@@ -1,8 +1,6 @@
 """Countdown: its rows, what counts as an answer, and expressions that are read by a whitelist."""
 
 import ast
-import math
-import random
 import re
 import time
 from fractions import Fraction
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.countdown import ARITHMETIC, evaluate
-from helpers.tasks import rewards, task_of
+from helpers.tasks import task_of
 
 
 def test_countdown_rows():
@@ -41,22 +39,6 @@ def test_countdown_reward(completion, reward):
     assert task_of(task="countdown").rewards(["3 5 7=22:"], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
 
 
-@pytest.mark.parametrize(
-    "options, completion, answer",
-    [
-        ({}, "13,05,05,09>09553", "9553"),
-        ({}, ">1>2", "2"),
-        ({}, ">٣", None),
-        (dict(task="countdown"), " ( 3*5 ) + 7 ", "(3*5)+7"),
-        (dict(task="countdown"), "1 2+3", None),
-        (dict(task="countdown"), " " * 196 + "3*5+7", None),
-        (dict(task="countdown"), "()", None),
-    ],
-)
-def test_the_answer_of_a_completion(options, completion, answer):
-    assert task_of(**options).answer_of(completion) == answer
-
-
 def test_countdown_uses_each_number_once_even_twins():
     task = task_of(task="countdown")
     columns = dict(numbers=[[4, 1, 4]] * 3, target=[17, 5, 17])
@@ -72,26 +54,6 @@ def test_countdown_is_exact():
     for text in ("1/(3-3)", "3/(1/(3-3))", "(3-3)/(3-3)"):
         numbers = [int(digit) for digit in text if digit.isdigit()]
         assert task.rewards([""], [text], numbers=[numbers], target=[0]) == [0.0]
-
-
-def test_countdown_allows_only_its_operators():
-    task = task_of(task="countdown", countdown_operators="+-")
-    rows = task.prompts("train", range(500))
-    assert not set("*/") & set("".join(row["solution"] for row in rows))
-    assert task.rewards([""] * 2, ["3+5+7", "3*5+7"], numbers=[[3, 5, 7]] * 2, target=[15, 22]) == [1.0, 0.0]
-
-
-def test_countdown_demonstrations_err_with_the_given_probability():
-    p = 0.4
-    task = task_of(task="countdown", demonstration_noise=p)
-    rows, rng = task.prompts("train", range(1000)), random.Random(0)
-    demonstrations = [task.demonstration(row, rng) for row in rows]
-    wrong = sum(text != row["solution"] for text, row in zip(demonstrations, rows, strict=True))
-    deviation = math.sqrt(1000 * p * (1 - p))
-    assert 1000 * p * 0.8 - 5 * deviation < wrong < 1000 * p + 5 * deviation  # now and then that is the solution
-    assert 1000 * (1 - p) - 5 * deviation < sum(rewards(task, rows, demonstrations)) < 1000 * (1 - p * 0.6)
-    lazy = task_of(task="countdown", demonstration_noise=1.0, countdown_operators="-+")
-    assert lazy.demonstration({"numbers": [3, 5, 7], "solution": "7-5+3"}, rng) == "3-5-7"
 
 
 # A tree is a number or (operator, tree, tree).

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from data import make_task, reasoning_gym
-from data.reasoning_gym import REQUEST, ReasoningGym, read_options
+from data.reasoning_gym import REQUEST, ReasoningGym
 from helpers import HOME
 from helpers.boxes import ENDS, LATE, LINUX, WRITES, processes, wait_for
 from helpers.tasks import needs_package
@@ -139,17 +139,6 @@ def test_rows_are_the_same_on_every_call_and_in_another_process(task_of, box):
 
 
 @needs_package
-def test_rows_are_the_same_for_ever(task_of):
-    """Evaluations of different versions are compared on these."""
-    rows = task_of("gcd").prompts("test", range(2))
-    assert [row["item"] for row in rows] == [["gcd", 2293453913], ["gcd", 2662724727]]
-    assert rows[0]["prompt"] == (
-        "Find the Greatest Common Divisor (GCD) of these numbers: 795, 210. Give only the GCD as your final answer.\n"
-        "End with your final answer inside <answer> </answer>.\n"
-    )
-
-
-@needs_package
 def test_items_without_answers(task_of):
     """GRPO can use them, because their scorer knows what is right; SFT cannot."""
     row = task_of("graph_color").prompts("test", [0])[0]
@@ -241,16 +230,6 @@ def test_rewards(pretend):
         task.rewards([""] * 2, ["x"] * 2, item=item)
 
 
-@pytest.mark.parametrize("value", [None, "1.0", True, 10**400])
-def test_an_executed_answer_may_have_any_value(pretend, value):
-    """And may fake a right one, but not end the run."""
-    box = Pretended()
-    task = pretend(box)
-    row = task.prompts("train", [0])[0]
-    box.run = lambda method, tasks: [Result(value, "")] * len(tasks)
-    assert rewards(task, [row], ["x"]) == [0.0]
-
-
 @pytest.mark.parametrize(
     "box, message",
     [
@@ -296,21 +275,7 @@ def test_options_that_cannot_be(pretend, options, message):
     assert "\n" not in str(error.value)
 
 
-def test_ways_to_write_options():
-    assert read_options("", ["a"]) == {"a": {}}
-    assert read_options('{"x": [1, "b"], "y": 2}', ["a"]) == {"a": {"x": [1, "b"], "y": 2}}
-    assert read_options('{"x": 1}', ["a", "b"]) == {"a": {"x": 1}, "b": {"x": 1}}
-    assert read_options('{"a": {"x": 1}, "b": {"x": 2}}', ["a", "b", "c"]) == {"a": {"x": 1}, "b": {"x": 2}, "c": {}}
-
-
 def test_a_package_that_is_not_there(monkeypatch):
     monkeypatch.setattr(reasoning_gym.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SnugError, match="pip install reasoning_gym"):
         ReasoningGym(GRPOSettings(task="reasoning_gym", gym_dataset="gcd"))
-
-
-@needs_package
-def test_the_sandbox_gets_the_options():
-    options = dict(task="reasoning_gym", gym_dataset="gcd,lcm", gym_config='{"lcm": {"max_numbers": 3}}')
-    _, arguments, *_ = ReasoningGym(GRPOSettings(**options)).sandbox.config
-    assert arguments == {"datasets": {"gcd": {}, "lcm": {"max_numbers": 3}}}
