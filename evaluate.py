@@ -265,7 +265,7 @@ def compare(options: EvaluateSettings, models: list[Prepared]):
 
 
 if __name__ == "__main__":
-    with friendly_errors(last=True):
+    with friendly_errors():
         if folders[1:]:
             compare(options, prepared)
         else:

@@ -392,5 +392,5 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
 
 
 if __name__ == "__main__":
-    with friendly_errors(last=True):
+    with friendly_errors():
         main(prepared)

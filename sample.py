@@ -313,5 +313,5 @@ def main(settings, given, run):
 
 
 if __name__ == "__main__":
-    with friendly_errors(last=True):
+    with friendly_errors():
         main(settings, given, run)

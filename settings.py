@@ -48,7 +48,6 @@ class ModelOptions:
     mlp: str = option(
         "gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu")
     )
-    bias: bool = option(False, "biases in linear layers and norms")
     qkv_bias: bool = option(False, "biases in the query/key/value projection only (Qwen2)")
     rope_theta: float = option(10000.0, "rotary: base of the frequencies", minimum=1)
     tie_embeddings: bool = option(True, "one matrix for the embedding and the head")
@@ -79,10 +78,6 @@ class RunOptions:
         "processes that torchrun starts. ddp: each has the model; fsdp: weights, gradients and moments are sharded",
         choices=("none", "ddp", "fsdp"),
     )
-    tf32: bool = option(
-        False,
-        "float32 products on tensor cores (A100 and newer): faster, relative errors of 1e-3 instead of 1e-7",
-    )
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
         "never",
@@ -101,9 +96,6 @@ class LogOptions:
         "evaluate at first, every N iterations and at the end; 0: only at the end",
     )
     eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: none")
-    samples_per_iteration: int = option(
-        4, "completions of an iteration in samples.jsonl, in full groups"
-    )
     report_to: list[str] = option(
         [],
         "also log there; if it fails, the run continues",
@@ -123,7 +115,6 @@ class TrainOptions:
     )
     warmup_iters: int = option(0, "iterations of linear warmup")
     weight_decay: float = option(0.0, "AdamW's weight decay of matrices and embeddings")
-    adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment", maximum=0.999999)
     adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment", maximum=0.999999)
     grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping")
     lora_rank: int = option(0, "LoRA: train adapters of this rank; 0: all weights")

@@ -40,9 +40,6 @@ class CountdownOptions:
 
     countdown_numbers: str = option("3-4", "how many numbers to combine: 3, or from 3 to 4: 3-4")
     countdown_max_number: int = option(20, "largest number to combine", minimum=2, maximum=MAX_VALUE)
-    countdown_max_target: int = option(
-        MAX_VALUE, "largest number to reach", minimum=1, maximum=MAX_VALUE
-    )
     countdown_operators: str = option("+-*/", "allowed operators, as one word")
 
 
@@ -54,7 +51,6 @@ class Countdown(Task):
         super().__init__(settings, demonstrations)
         self.counts = read_counts(settings.countdown_numbers)
         self.max_number = settings.countdown_max_number
-        self.max_target = settings.countdown_max_target
         self.operators = settings.countdown_operators
         if not self.operators or set(self.operators) - set(ARITHMETIC):
             raise SnugError(
@@ -65,7 +61,7 @@ class Countdown(Task):
         """{"prompt": "3 5 7=22:", "numbers": [3, 5, 7], "target": 22, "solution": "5*3+7"}, or None (see `join`)."""
         numbers = [rng.randint(1, self.max_number) for _ in range(rng.choice(self.counts))]
         value, solution, _ = random_expression(numbers, self.operators, rng)
-        if not value <= self.max_target:  # also if it is NaN
+        if math.isnan(value):
             return None
         prompt = " ".join(map(str, numbers)) + f"={int(value)}:"
         return dict(prompt=prompt, numbers=numbers, target=int(value), solution=solution)
@@ -96,7 +92,7 @@ class Countdown(Task):
         """Of 20 20 20 20=9999: and 20-(20-(20-20)). Every operation but the outermost may need parentheses."""
         numbers, pairs = self.counts[-1], self.counts[-1] - 2
         characters = numbers * len(f"{self.max_number}+")
-        return characters + len(f"{self.max_target}:"), characters - 1 + 2 * pairs
+        return characters + len(f"{MAX_VALUE}:"), characters - 1 + 2 * pairs
 
 
 def read_counts(text: str):

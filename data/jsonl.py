@@ -1,4 +1,4 @@
-"""Your own prompts, from a file of JSON lines. A JSON list, CSV, TSV or Parquet may have the same columns: files.py.
+"""Your own prompts, from a file of JSON lines. A JSON list or Parquet may have the same columns: files.py.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"prompt": "What is the capital of France?", "answer": "Paris", "demonstration": "It is Paris."}

@@ -28,7 +28,7 @@ class FileOptions:
 
     data_file: str = option(
         "",
-        'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or .json, .csv, .tsv, .parquet; gsm8k: its train.jsonl',
+        'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or .json, .parquet; gsm8k: its train.jsonl',
     )
     test_file: str = option(
         "", "held-out prompts; empty: one in ten rows of data_file, or more of a small one"
@@ -157,15 +157,8 @@ class FileTask(Task):
             advice = "shorten them, or raise what limits them: block_size, max_prompt_length"
         for split, rows in self.rows.items():
             if not rows and (split == "train" or self.settings.eval_prompts):
-                every = self.data["train"] + self.data["test"]
-                prompts = len({self.identity(row) for row in every})
-                alike = (
-                    f" ({len(every):,} rows, different prompts: {prompts:,})"
-                    if prompts < len(every)
-                    else ""
-                )
                 raise SnugError(
-                    f"data_file={self.file}{alike}: no row is in the {split} split{self.dropped}; {advice}"
+                    f"data_file={self.file}: no row is in the {split} split{self.dropped}; {advice}"
                 )
 
 

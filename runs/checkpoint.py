@@ -38,7 +38,14 @@ PREFIX = "checkpoint-"
 WEIGHTS = ("model.safetensors",)
 TENSORS = (*WEIGHTS, "optimizer.safetensors")
 # Options that are gone, and the value with which a run goes on as it was.
-GONE = dict(baseline="mean", use_kl_in_reward=False, countdown_form="terse", format_reward=0.0)
+GONE = dict(
+    adam_beta1=0.9,
+    countdown_max_target=9999,
+    baseline="mean",
+    use_kl_in_reward=False,
+    countdown_form="terse",
+    format_reward=0.0,
+)
 
 
 class Checkpoint(NamedTuple):

@@ -47,7 +47,7 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     checkpoint = run if isinstance(run, Checkpoint) else find_run(run)
     path, state = checkpoint.path, checkpoint.state
     settings, tokenizer = settings_of(checkpoint), tokenizer_of(checkpoint)
-    device = pick_device(device, settings.tf32)
+    device = pick_device(device)
     if device.type == "cuda":
         warn_without_kernels()
     settings = with_dtype(settings, device.type)

@@ -288,7 +288,6 @@ def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
         "device",
         "parallel",
         "dtype",
-        "tf32",
         "enforce_eager",
         "plan",
         *settings.of_task(),

@@ -49,7 +49,7 @@ def options(home, name, **changes):
     common |= dict(
         device="cpu", max_iters=3, eval_prompts=4, eval_interval=0, save_interval=1, out_dir=str(home / name)
     )
-    common |= dict(tools=["agents:f"], environment="agents:Game", max_turns=5, samples_per_iteration=99)
+    common |= dict(tools=["agents:f"], environment="agents:Game", max_turns=5)
     common |= dict(reward_funcs=["agents:twice"], param_dtype="float32")
     return common | changes
 

@@ -500,7 +500,6 @@ MUTANTS = [
     # snug/memory/plan.py
     ("a plan forgets the deeper blocks", "snug/memory/plan.py", "steps = (depth - depths[0])", "steps = (depth - depths[-1])", "test_plan.py"),
     # snug/options/other_names.toml
-    ("an answer names no option", "snug/options/other_names.toml", "evaluate.py takes --num_samples", "evaluate.py takes --num_sample", "test_settings.py"),
     # snug/options/__init__.py
     ("0 is not false", "snug/options/__init__.py", ', "0": False}', "}", "test_settings.py"),
     ("the command line's task has no options of its own", "snug/options/__init__.py", 'if "--task" in texts:', "if False:", "test_own_task.py"),
@@ -656,7 +655,7 @@ MUTANTS = [
     ("episodes: a plan without replies", "training/dry_run.py", "ask=self.prepared.toolbox", "ask=None", "test_agents.py"),
     # training/figures.py
     ("mps: float64 on the device", "training/figures.py", "off_mps(logprobs).double()", "logprobs.double()", "test_fake_mps.py"),
-    ("log: half a group of samples", "training/figures.py", "-(-settings.samples_per_iteration // k) * k", "settings.samples_per_iteration", "test_grpo.py"),
+    ("log: half a group of samples", "training/figures.py", "-(-SAMPLES // k) * k", "SAMPLES", "test_grpo.py"),
     ("report: the prompt among a sample's columns", "training/figures.py", 'columns.pop("prompt", "")', 'columns.get("prompt", "")', "test_grpo.py"),
     ("a function's rewards of the first part alone", "training/figures.py", "lists[name] += getattr(part, column).get(name, none)", "lists[name] += getattr(parts[0], column).get(name, none)", "test_parallel.py"),
     ("a reward that falls with length goes unseen", "training/figures.py", "corrcoef(both)[0, 1]", "corrcoef(both)[0, 0]", "test_hints.py"),

@@ -221,13 +221,13 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path):
 
     def write(**options):
         state = json.loads((path / "state.json").read_text())
-        state["settings"].pop("test_file", None)
+        state["settings"].pop("stop_string", None)
         state["settings"] |= options
         (path / "state.json").write_text(json.dumps(state))
         checkpoint.seal(path)
 
     write(cuda_allocator="expandable", kv_cache_mb=3)
-    assert loading.load_run(sft.out_dir).settings.test_file == ""
+    assert loading.load_run(sft.out_dir).settings.stop_string == ""
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=2)))
     assert [record["iter"] for record in read_log(sft.out_dir)] == [0, 1]
     path = checkpoint.newest(sft.out_dir)

@@ -24,39 +24,6 @@ from snug.options import SnugError, find_path, read_config, read_settings
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
 
-ENDS = """
-import sys, threading, time
-from snug import options
-from runs import ctrl_c
-sys.excepthook = ctrl_c.end
-options.GRACE = 0.1
-
-with options.friendly_errors():  # the command goes on
-    print("options")
-    threading.Thread(target=time.sleep, args=[float(sys.argv[2])]).start()
-time.sleep(0.3)
-with options.friendly_errors(last=True):
-    print("output")
-    raise {"0": SystemExit(0), "1": ValueError("mine"), "2": options.SnugError("bad"), "130": KeyboardInterrupt("go on")}[sys.argv[1]]
-"""
-
-
-@pytest.mark.parametrize(
-    "code, said", [(0, ""), (1, "ValueError: mine\n"), (2, "error: bad\n"), (130, "stopped; go on\n")]
-)
-def test_a_thread_of_the_users_does_not_keep_a_command_that_ends(code, said):
-    """Output and exit code are those of a command without it. A thread that ends by itself is waited for."""
-    script = (
-        ENDS.replace("SystemExit(0)", "None").replace("    raise ", "    error = ")
-        + "    if error:\n        raise error\n"
-    )
-    for seconds, left in ((60, "a reward function or a tool left a thread; ending without it\n"), (0.2, "")):
-        words = [sys.executable, "-c", script, str(code), str(seconds)]
-        result = subprocess.run(words, cwd=HOME, capture_output=True, text=True, timeout=30)
-        assert result.returncode == code and result.stdout == "options\noutput\n"
-        assert result.stderr.endswith(said + left) and ("Traceback" in result.stderr) == (code == 1)
-
-
 BAD = {
     "grpo.py --lerning_rate=1": "unknown option --lerning_rate; did you mean learning_rate?",
     "grpo.py --beta=0.1": "beta=0.1 needs a reference",

@@ -26,7 +26,7 @@ from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.options import SnugError
 
-FIELD = dict(task="countdown", countdown_max_number=99, countdown_max_target=99)  # as in other projects
+FIELD = dict(task="countdown", countdown_max_number=99)
 TASKS = {"addition": {}, "countdown": dict(task="countdown")}
 
 
@@ -185,7 +185,7 @@ def test_rows_are_the_same_for_ever():
     assert [row["prompt"] for row in rows] == ["17 19 8=10:", "5 8 15 4=63:"]
 
 
-LONGEST = [{}, dict(digits=1), dict(task="countdown"), FIELD, FIELD | dict(countdown_max_target=9999)]
+LONGEST = [{}, dict(digits=1), dict(task="countdown"), FIELD]
 LONGEST += [dict(task="countdown", countdown_numbers="3-10", countdown_max_number=50)]
 LONGEST += [dict(task="countdown", countdown_numbers="2", countdown_operators="-/")]
 

@@ -99,16 +99,15 @@ def test_other_devices_are_refused(h100):
 # How torch is told to use it
 
 
-def test_cudnn_attention_is_off_and_tf32_as_asked(h100):
-    for tf32, products in ((True, "tf32"), (False, "ieee")):
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        assert pick_device("auto", tf32) == torch.device("cuda", 0)
-        assert switches() == (products, False)
-        stays_float32.__wrapped__()  # which changes how a CPU multiplies, and back
-        assert switches() == (products, False) and torch.backends.mkldnn.matmul.fp32_precision == "none"
-        assert torch.backends.cuda.matmul.allow_tf32 == tf32  # torch's older names, which libraries read, still work
-        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
-        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+def test_cudnn_attention_and_tf32_are_off(h100):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert pick_device("auto") == torch.device("cuda", 0)
+    assert switches() == ("ieee", False)
+    stays_float32.__wrapped__()  # which changes how a CPU multiplies, and back
+    assert switches() == ("ieee", False) and torch.backends.mkldnn.matmul.fp32_precision == "none"
+    assert not torch.backends.cuda.matmul.allow_tf32  # torch's older names, which libraries read, still work
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 @pytest.mark.parametrize("capability, fast", [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])

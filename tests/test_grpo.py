@@ -189,7 +189,7 @@ def test_no_two_uses_draw_with_the_same_key(tmp_path, monkeypatch):
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
-    sft, settings = tiny(tmp_path, samples_per_iteration=3)  # rounded up to a group
+    sft, settings = tiny(tmp_path)
     train_sft.main(prepare(sft))
     run(settings)
     console = capsys.readouterr().out
@@ -254,8 +254,8 @@ def test_a_warm_start_has_what_the_run_asks_of_the_device(tmp_path):
     )
     settings.init_from = str(tmp_path / "sft.py")
     made = prepare(settings).warm_start.settings
-    assert (made.dtype, made.tf32, made.enforce_eager, made.memory_budget_gb) == ("auto", False, False, "3")
-    asked = dict(dtype="bfloat16", tf32=True, enforce_eager=True, memory_budget_gb="5", seed=7)
+    assert (made.dtype, made.enforce_eager, made.memory_budget_gb) == ("auto", False, "3")
+    asked = dict(dtype="bfloat16", enforce_eager=True, memory_budget_gb="5", seed=7)
     made = vars(prepare(dataclasses.replace(settings, **asked)).warm_start.settings)
     assert {name: made[name] for name in asked} == asked and made["param_dtype"] == "float32"
 
@@ -299,7 +299,7 @@ def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
 
 
 def test_a_sample_has_the_question_of_its_messages_once(tmp_path):
-    _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=2, group_size=2, samples_per_iteration=4)
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=2, group_size=2)
     prepared = prepare(settings)
     prepared.reward_funcs = [lambda log_extra, **_: log_extra("prompt", "abcd") or [1, 2, 3, 4]]
     rows = prepared.task.prompts("train", range(2))

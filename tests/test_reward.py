@@ -28,7 +28,7 @@ from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver
 from settings import GRPOSettings
-from snug.options import SnugError, parse_value, told
+from snug.options import SnugError, read_settings, told
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
 ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
@@ -134,7 +134,7 @@ def test_the_largest_rewards_with_the_largest_weights_stay_within_float32():
     totals = total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS, weights=[1e9] * 50).totals
     assert torch.tensor(totals).isfinite().all() and totals[0] > 4e35
     with pytest.raises(SnugError, match="reward_weights=1000000001.0 is not from -1000000000.0 to 1000000000.0"):
-        parse_value(GRPOSettings, "reward_weights", "1,1000000001")
+        read_settings(GRPOSettings, ["--reward_weights=1,1000000001"])
 
 
 def test_a_function_that_changes_its_arguments_changes_nothing_for_others():
@@ -389,25 +389,3 @@ def test_a_function_with_alarms():
     before = signal.getsignal(signal.SIGALRM)
     assert call_all([mine], ARGUMENTS, 30) == [[1.0] * 3]
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-FUNCTIONS = """
-import threading, time
-from snug import options
-
-calls = []
-options.GRACE = 0.1
-
-def failing(prompts, completions, **columns):
-    calls.append(1)
-    return [1.0 for text in completions if len(calls) == 1 or 1 / 0]
-
-def panicking(prompts, completions, **columns):
-    from tokenizers import Regex, pre_tokenizers
-    if not calls:
-        threading.Thread(target=time.sleep, args=[600], daemon=False).start()
-    calls.append(1)
-    if len(calls) == 2:
-        pre_tokenizers.Split(Regex("(a+)+$"), "isolated").pre_tokenize_str("a" * 60 + "!")
-    return [1.0] * len(completions)
-"""

@@ -4,13 +4,11 @@ make test-long installs TRL. To run this file alone: pip install -r requirements
 """
 
 import asyncio
-import dataclasses
 import inspect
 import math
 import textwrap
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,12 +26,6 @@ from settings import GRPOSettings  # noqa: E402
 from snug.options import SnugError  # noqa: E402
 
 LENGTHS = [5, 1, 9, 3, 7, 2]
-
-
-def test_the_list_of_its_options_is_the_dataclass_s():
-    """tests/test_settings.py looks for an answer to each."""
-    listed = (Path(__file__).parent / "data/trl_grpo_config.txt").read_text().split()
-    assert listed == [field.name for field in dataclasses.fields(GRPOConfig)]
 
 
 def tensors(seed=0):

@@ -10,6 +10,7 @@ from loss import kl_divergence
 from sample import Rollouts
 from snug.device.kinds import off_mps
 
+SAMPLES = 4  # completions of an iteration in samples.jsonl, in full groups
 FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
 
 
@@ -165,7 +166,7 @@ def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]
     without entropies if no step was taken on the completion.
     """
     k, records = settings.group_size, []
-    number = -(-settings.samples_per_iteration // k) * k
+    number = -(-SAMPLES // k) * k
     shown = scored.rollouts.select(slice(number))
     if settings.divergence != "sampled":
         shown.teacher_outputs = None  # hidden states

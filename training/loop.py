@@ -58,7 +58,7 @@ def run(prepared, title, iterate) -> bool:
         say(show(rehearse, with_dtype(settings, kind)))
         return True
     processes = parallel.start(settings)
-    device = pick_device(processes.device(settings.device), settings.tf32)
+    device = pick_device(processes.device(settings.device))
     if kind == "cuda":
         warn_without_kernels()
     with processes:

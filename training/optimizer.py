@@ -110,7 +110,7 @@ class SlabAdamW(torch.optim.AdamW):
     @component("moments")
     def __init__(self, parameters, groups, settings, on_host, device):
         self.fused = settings.param_dtype == settings.optimizer_dtype != "bfloat16" and not on_host
-        super().__init__(groups, betas=(settings.adam_beta1, settings.adam_beta2), fused=self.fused)
+        super().__init__(groups, betas=(0.9, settings.adam_beta2), fused=self.fused)
         self.parameters, self.on_host, self.device = parameters, on_host, device
         self.seed, self.steps = settings.seed, 0
         self.largest = max(parameters, key=torch.Tensor.numel)

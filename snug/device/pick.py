@@ -12,9 +12,9 @@ from snug.device.kinds import kind_planned
 from snug.options import SnugError, first_line
 
 
-def pick_device(name: str, tf32: bool = False) -> torch.device:
-    """ "auto" is CUDA if torch can use such a GPU, else MPS, else the CPU. tf32: the option. Raises SnugError if it
-    cannot be used. torch has the name "cuda" for AMD's GPUs, too."""
+def pick_device(name: str) -> torch.device:
+    """ "auto" is CUDA if torch can use such a GPU, else MPS, else the CPU. Raises SnugError if it cannot be
+    used. torch has the name "cuda" for AMD's GPUs, too."""
     try:
         device = torch.device(kind_planned(name) if name == "auto" else name)
         if device.type == "cpu":
@@ -35,8 +35,8 @@ def pick_device(name: str, tf32: bool = False) -> torch.device:
             f"device={name!r}: {first_line(error)}; use another device, or --device=cpu"
         ) from None
     products = torch.backends.cuda.matmul
-    # torch's older name: libraries could not read it any more after the newer one, fp32_precision="tf32".
-    products.allow_tf32 = tf32
+    # torch's older name: libraries could not read it any more after the newer one, fp32_precision="ieee".
+    products.allow_tf32 = False
     # A product of few rows is a sum of partial sums. If these are rounded to bfloat16, the sampler, which has few rows,
     # differs more from the trainer.
     products.allow_bf16_reduced_precision_reduction = False

@@ -26,8 +26,6 @@ import os
 import pkgutil
 import re
 import sys
-import threading
-import time
 import tomllib
 import types
 import typing
@@ -36,7 +34,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-GRACE = 10.0  # seconds
 OWN = "module:function"  # a choice that stands for any of them
 # What users of other projects may write -> the answer.
 ELSEWHERE = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
@@ -375,36 +372,18 @@ def in_one_line(problem: str):
 
 
 @contextmanager
-def friendly_errors(last=False):
+def friendly_errors():
     """SnugError: its notes and one line on stderr, exit code 2. A closed pipe: silent.
 
-    last: nothing comes behind this block. A console that cannot show a character shows "?" in its place.
+    A console that cannot show a character shows "?" in its place.
     """
     sys.stdout.reconfigure(errors="replace")
-    code = 1
     try:
         yield
-        code = 0
     except SnugError as error:
         print(told(error), file=sys.stderr)
-        sys.exit(code := 2)
+        sys.exit(2)
     except BrokenPipeError:
         # Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(code := 0)
-    except KeyboardInterrupt:  # runs/ctrl_c.py
-        code = 130
-        raise
-    finally:
-        if code or last:
-            threading.Thread(target=end, args=[code], daemon=True).start()
-
-
-def end(code: int):
-    """Python waits for the user's threads that are no daemons. This waits GRACE seconds, then ends the process."""
-    time.sleep(GRACE)
-    alive = [not thread.daemon and thread.is_alive() for thread in threading.enumerate()]
-    if any(alive) and not threading.main_thread().is_alive():
-        print("a reward function or a tool left a thread; ending without it", file=sys.stderr)
-        sys.stdout.flush()
-        os._exit(code)
+        sys.exit(0)
