@@ -156,13 +156,6 @@ def pass_reward(prepared: Prepared) -> float | None:
 # The evaluations of a run that trains
 
 
-def is_due(done: int, prepared) -> bool:
-    """Is there an evaluation after `done` iterations? Before the first, every eval_interval and after the last."""
-    settings = prepared.settings
-    due = done == settings.max_iters or settings.eval_interval and done % settings.eval_interval == 0
-    return bool(due and settings.eval_prompts and prepared.reward_funcs)
-
-
 def evaluate_run(model, prepared, meter, limits: Limits) -> dict[str, float]:
     """The scores of the model that a run trains, as entries of the log."""
 

@@ -39,9 +39,16 @@ from snug.logprobs import Teacher, head_logprobs, head_loss, head_loss_in_two_vi
 from snug.lora import adapters_off
 from snug.memory.ledger import component
 from training import notebook
-from training.figures import add_up, join, mean_of_steps, metrics_of, rollout_metrics, score
+from training.figures import (
+    add_up,
+    finite_columns,
+    join,
+    mean_of_steps,
+    metrics_of,
+    rollout_metrics,
+    score,
+)
 from training.frozen import run_frozen, teacher_states
-from training.guard import finite_columns
 from training.loop import run
 from training.optimizer import learning_rate_at
 from training.parallel import score_together

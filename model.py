@@ -79,7 +79,7 @@ class Attention(nn.Module):
                 q, k = (Rotary.apply(x, *rotary, x.shape[1:2])[0] for x in (q, k))
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
-            y = attend(q, k, v, mask, self.config.window(self.layer))
+            y = attend(q, k, v, mask, self.config.windows[self.layer])
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 

@@ -163,7 +163,9 @@ def sample_groups(
     # Inference mode saves a tenth of a step on a CPU. Autocast would cast the weights in every step in it.
     casts = torch.is_autocast_enabled(model.device.type)
     no_gradient = torch.no_grad() if casts else torch.inference_mode()
-    with ThreadPoolExecutor(REPLIES) as pool, no_gradient, cached_casts(model):
+    all_train = all(p.requires_grad for p in model.parameters())
+    frozen_casts = nullcontext() if all_train else cached_casts(model)
+    with ThreadPoolExecutor(REPLIES) as pool, no_gradient, frozen_casts:
         batch = DecodeBatch(
             model,
             prompts,

@@ -73,8 +73,10 @@ class Saver:
         After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails.
         """
         score, interval = self.score_of(scores), self.settings.save_interval
-        best = best_of(checkpoints(self.folder), self.scores)
-        is_best = score is not None and (best is None or score > self.scores[iteration_of(best)])
+        is_best = False
+        if score is not None:
+            best = best_of(checkpoints(self.folder), self.scores)
+            is_best = best is None or score > self.scores[iteration_of(best)]
         self.scores[done] = score
         is_due = is_best or interval > 0 and done % interval == 0
         is_safe = progress["health"]["dropped_in_a_row"] == 0

@@ -5,6 +5,7 @@ Test: pytest tests/test_model.py tests/test_families.py
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,10 @@ class GPTConfig:
     def slides(self, layer: int) -> bool:
         return self.sliding_window > 0 and not is_every(layer, self.full_every)
 
-    def window(self, layer: int) -> int:
-        """-> how many tokens a token sees in this layer, itself included; 0: all before it."""
-        return self.sliding_window if self.slides(layer) else 0
+    @cached_property
+    def windows(self) -> list[int]:
+        """How many tokens a token sees in each layer, itself included; 0: all before it."""
+        return [self.sliding_window * self.slides(layer) for layer in range(self.n_layer)]
 
     def rope(self, layer: int) -> str:
         """-> "" if the layer has no rotary positions, else "rotary", or "sliding" if its base is rope_sliding_theta."""

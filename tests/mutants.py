@@ -563,7 +563,7 @@ MUTANTS = [
     ("export: a GPT-2 without biases is refused", "snug/pretrained/shapes.py", '(("bias", "rope", "rotary") if gpt2 else ())', '()', "test_pretrained.py test_families.py"),
     ("export: a period longer than the model is another shape", "snug/pretrained/shapes.py", '("vocab", "full_every", *', '("vocab", *', "test_families.py"),
     ("export: a base that no layer has is another shape", "snug/pretrained/shapes.py", 'result["rope_sliding_theta"] = 0', "pass", "test_families.py"),
-    ("export: the second layer's window", "snug/pretrained/shapes.py", "sliding_window=[c.window(i) for i in layers], nope", "sliding_window=c.window(0), nope", "test_families.py"),
+    ("export: the second layer's window", "snug/pretrained/shapes.py", "sliding_window=c.windows, nope", "sliding_window=c.windows[0], nope", "test_families.py"),
     ("model: a window is not read", "snug/pretrained/shapes.py", 'window, interval = c.get("sliding_window", int, 0)', "window, interval = 0", "test_pretrained.py"),
     ("configs: what one family cannot have", "snug/pretrained/shapes.py", '(ONLY["all"] | ONLY.get(family, {})).items()', 'ONLY["all"].items()', "test_configs.py"),
     ("configs: layers behind the first two periods", "snug/pretrained/shapes.py", "    if layers[:count] !=", "    count = min(count, 2 * n or count)\n    if layers[:count] !=", "test_configs.py"),

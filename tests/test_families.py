@@ -153,7 +153,7 @@ def test_gradients_are_transformers(pair):
 
 def test_each_kind_of_layer_is_there_twice(pair):
     c = GPTConfig(**read_shape(pair[1]))
-    kinds = [(c.rope(layer), c.window(layer)) for layer in range(c.n_layer)]
+    kinds = [(c.rope(layer), c.windows[layer]) for layer in range(c.n_layer)]
     assert min(kinds.count(kind) for kind in kinds) >= 2
     assert len({*kinds}) == 1 + bool(c.full_every or c.nope_every)
 

@@ -7,6 +7,7 @@ import torch
 
 from data.rewards import repeat_columns
 from loss import kl_divergence
+from model import not_finite
 from sample import Rollouts
 from snug.device.kinds import off_mps
 
@@ -100,6 +101,17 @@ def add_up(totals: dict, parts: list[dict]):
 def moved(rollouts: Rollouts, device) -> Rollouts:
     """The same on another device."""
     return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})
+
+
+def columns_of(sequences, select):
+    """Rollouts or Sequences -> {name: tensor} of the sequences `select`, a range."""
+    part = slice(select.start, select.stop)
+    return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
+
+
+def finite_columns(sequences, select) -> bool:
+    """Are all figures of the sequences `select` finite?"""
+    return not not_finite(columns_of(sequences, select))
 
 
 def rollout_metrics(scored: Scored) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from model import not_finite
 from runs.saver import UnsafeState, newest_name
+from training.figures import columns_of
 
 MAX_DROPPED_STEPS = 5
 
@@ -40,17 +41,6 @@ def drop(training, iteration, model, gradients, sequences, select, loss, norm):
         f"then --resume=auto goes on from {newest_name(Path(settings.out_dir))}; "
         "if that fails too, delete this checkpoint to go on from the one before"
     )
-
-
-def columns_of(sequences, select):
-    """Rollouts or Sequences -> {name: tensor} of the sequences `select`, a range."""
-    part = slice(select.start, select.stop)
-    return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
-
-
-def finite_columns(sequences, select) -> bool:
-    """Are all figures of the sequences `select` finite?"""
-    return not not_finite(columns_of(sequences, select))
 
 
 def culprit(model, gradients, sequences, select):

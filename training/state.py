@@ -11,15 +11,15 @@ from functools import partial
 import torch
 
 from data.scores import share_of
-from evaluate import evaluate_run, is_due
+from evaluate import evaluate_run
 from model import GPT
 from runs.hints import hints, unused_template
 from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
 from snug.memory import Limits, MemoryMeter
-from training.figures import groups_of, sample_records
-from training.guard import HEALTH, drop, finite_columns
+from training.figures import finite_columns, groups_of, sample_records
+from training.guard import HEALTH, drop
 from training.optimizer import gradients_of, optimizer_step
 
 
@@ -84,15 +84,18 @@ class Training:
             self.log.scores(scores)
 
     def evaluate_if_due(self, done: int):
-        """After `done` iterations -> the evaluation's entries for the log, or {}."""
-        p = self.prepared
-        if not is_due(done, p):
+        """After `done` iterations -> the evaluation's entries for the log, or {}.
+
+        Before the first iteration, every eval_interval and after the last."""
+        settings, interval = self.settings, self.settings.eval_interval
+        is_due = done == settings.max_iters or interval and done % interval == 0
+        if not is_due or not settings.eval_prompts or not self.prepared.reward_funcs:
             return {}
-        p.global_step = done
+        self.prepared.global_step = done
         if not done:
-            self.log.say(f"evaluating before training: {p.settings.eval_prompts:,} prompts")
+            self.log.say(f"evaluating before training: {settings.eval_prompts:,} prompts")
         with self.saver.keeping(done, self.progress()):
-            return evaluate_run(self.model, p, self.meter, self.limits)
+            return evaluate_run(self.model, self.prepared, self.meter, self.limits)
 
     def take_step(self, metrics, learning_rate, iteration, sequences, indices):
         """The end of an optimizer step on these sequences: clip and update -> metrics with grad_norm.

@@ -106,7 +106,8 @@ class DecodeBatch:
         self.prompts_at_once = max(1, PREFILL_TOKENS[self.kind] // width)
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
-        self.recorder = Recorder(self.device, cuda_graphs and uses_triton(self.cache.prompt))
+        records = cuda_graphs and uses_triton(self.cache.prompt)
+        self.recorder = Recorder(self.device) if records else None
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
         self.t = torch.zeros(slots, dtype=torch.long, device=self.device)
@@ -273,7 +274,10 @@ class DecodeBatch:
 
     def step(self):
         """One more token in every slot."""
-        self.recorder.run(self.forward_step)
+        if self.recorder:
+            self.recorder.run(self.forward_step)
+        else:
+            self.forward_step()
         self.steps += 1
 
     def forward_step(self):
@@ -299,7 +303,8 @@ class DecodeBatch:
 
     def shrink(self, active: np.ndarray):
         """Keep only these slots, rising numbers, and the prompt slots that they read."""
-        self.recorder.graph = None
+        if self.recorder:
+            self.recorder.graph = None
         self.held = self.held[active]
         prompts = self.held // self.k
         prompt_slots, self.prompt_slot[prompts] = np.unique(
@@ -327,7 +332,7 @@ class DecodeBatch:
         others = prompt_slots - 1 - np.arange(n - readers) % max(prompt_slots - 1, 1)
         self.cache.assign(np.concatenate([np.zeros(readers, dtype=np.int64), others]))
         self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
-        self.recorder.run(self.forward_step)
+        self.forward_step()
         if self.written is not None:
             w, longest = min(n, self.replies_at_once), self.max_new_tokens - 2
             self.read(range(w), [1] * w, [[0] * longest] * w)

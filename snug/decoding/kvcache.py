@@ -104,7 +104,7 @@ class KVCache:
         layers with a window keep the whole completion, too, as replies need it."""
         layers = {}  # window -> its layers
         for layer in range(config.n_layer):
-            layers.setdefault(config.window(layer), []).append(layer)
+            layers.setdefault(config.windows[layer], []).append(layer)
 
         def new(layers, make, slots, columns):
             shape = layers, 2, slots, config.n_kv_head, columns, config.head_size

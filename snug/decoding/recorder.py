@@ -21,8 +21,8 @@ class Recorder:
     The tensors that a step makes are in a memory pool. The graphs of a batch use it one after the other: delete a graph
     before the next one is recorded. The results of a step are written into older tensors, outside the pool."""
 
-    def __init__(self, device: torch.device, enabled: bool):
-        self.device, self.enabled = device, enabled and not cuda.BROKEN
+    def __init__(self, device: torch.device):
+        self.device, self.enabled = device, not cuda.BROKEN
         self.graph = None
         # Made with the first graph. It frees its memory when it is deleted after the last graph. Attributes are deleted
         # in the order of their assignment, so it comes after `graph`.

@@ -21,9 +21,9 @@ class Linear(nn.Linear):
 
     def forward(self, x, residual=None):
         """x (..., in), residual (..., out) or None -> (..., out). Without gradients it may overwrite the residual."""
-        if takes_product(x, self.weight):
-            return product(x, self.weight, self.bias, residual)
         if isinstance(self.weight, NF4):
+            if takes_product(x, self.weight):
+                return product(x, self.weight, self.bias, residual)
             y = NF4Linear.apply(x, self.weight, self.bias)
         elif (
             residual is None

@@ -252,7 +252,7 @@ def behaviour(c) -> dict:
     biases."""
     layers, gpt2 = range(c.n_layer), c.position == "learned"
     ropes = [c.rope(i) for i in layers]
-    result = vars(c) | dict(sliding_window=[c.window(i) for i in layers], nope_every=ropes)
+    result = vars(c) | dict(sliding_window=c.windows, nope_every=ropes)
     if "sliding" not in ropes:
         result["rope_sliding_theta"] = 0
     no_part = ("vocab", "full_every", *(("bias", "rope", "rotary") if gpt2 else ()))

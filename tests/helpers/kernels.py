@@ -71,7 +71,7 @@ def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
             values.append(v[slot, :, 0])
             assert len(keys) == t[slot] + 1
             length = int(cache.prompt_lengths[place[slot]])
-            expected = expected_row(prompts, place[slot], length, keys, values, q[slot, :, 0], config.window(1))
+            expected = expected_row(prompts, place[slot], length, keys, values, q[slot, :, 0], config.windows[1])
             torch.testing.assert_close(y[slot, :, 0].double(), expected, atol=tolerance, rtol=0)
             compared += 1
     return compared
