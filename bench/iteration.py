@@ -210,7 +210,7 @@ def iterations_of_trl(words, seed, folder, sequences, metered):
                     meter.live.follow(parameter)
         lines = watched(trainer)
         trainer.train()
-        peak = meter.peak_since_reset() / MIB if metered else math.nan
+        peak = meter.figures()["peak"] / MIB if metered else math.nan
     return [line | dict(peak_mib=peak) for line in lines], {}
 
 

@@ -496,7 +496,7 @@ MUTANTS = [
     ("evaluations make the rollouts smaller", "snug/memory/limits.py", '"eval": "max_eval_batch"', '"eval": "max_rollout_batch"', "test_oom.py"),
     # snug/memory/meter.py
     ("mps: a phase does not wait for its end", "snug/memory/meter.py", "torch.mps.synchronize()", "pass", "test_device.py"),
-    ("meter: a phase's last peak", "snug/memory/meter.py", 'entry["peak"] = max(entry["peak"], self.peak_since_reset())', 'entry["peak"] = self.peak_since_reset()', "test_memory.py"),
+    ("meter: a phase's last peak", "snug/memory/meter.py", 'entry["peak"] = max(entry["peak"], before["peak"])', "pass", "test_memory.py"),
     # snug/memory/plan.py
     ("a plan forgets the deeper blocks", "snug/memory/plan.py", "steps = (depth - depths[0])", "steps = (depth - depths[-1])", "test_plan.py"),
     # snug/options/other_names.toml

@@ -231,7 +231,7 @@ def test_no_lengths_take_more_than_is_rehearsed(k, P, slots, dtype):
     def peak(call):
         with MemoryMeter(DEVICE) as meter, autocast(dtype, model):
             result = call()
-            return meter.peak_since_reset(), result
+            return meter.figures()["peak"], result
 
     prepared = SimpleNamespace(longest=lambda: (12, 50), toolbox=None)
     planner = SimpleNamespace(model=model, settings=GRPOSettings(dtype=dtype), prepared=prepared)

@@ -47,18 +47,18 @@ class MemoryMeter:
         if self.live:
             self.live.__exit__(*error)
 
-    def allocated(self):
-        """Bytes of live tensors."""
-        return self.live.current if self.live else torch.cuda.memory_allocated(self.device)
-
-    def reserved(self):
-        """Bytes held by CUDA's caching allocator or Metal's driver; on a CPU the process's resident size."""
-        if self.device.type == "mps":
-            return torch.mps.driver_allocated_memory()
-        return resident_bytes() if self.live else torch.cuda.memory_reserved(self.device)
-
-    def peak_since_reset(self):
-        return self.live.peak if self.live else torch.cuda.max_memory_allocated(self.device)
+    def figures(self) -> dict[str, int]:
+        """Bytes: `current`, of live tensors; `peak`, the most since reset_peak; `reserved`, by CUDA's caching allocator
+        or Metal's driver; on a CPU the process's resident size."""
+        if not self.live:
+            return dict(
+                current=torch.cuda.memory_allocated(self.device),
+                reserved=torch.cuda.memory_reserved(self.device),
+                peak=torch.cuda.max_memory_allocated(self.device),
+            )
+        mps = self.device.type == "mps"
+        reserved = torch.mps.driver_allocated_memory() if mps else resident_bytes()
+        return dict(current=self.live.current, reserved=reserved, peak=self.live.peak)
 
     def reset_peak(self):
         if self.live:
@@ -75,7 +75,7 @@ class MemoryMeter:
     @contextmanager
     def phase(self, name):
         """Peak and seconds inside go to `name`. Entered twice: the larger peak, the sum of the seconds."""
-        self.peak = max(self.peak, self.peak_since_reset())
+        self.peak = max(self.peak, self.figures()["peak"])
         self.reset_peak()
         started, self.now = time.perf_counter(), name
         try:
@@ -87,18 +87,18 @@ class MemoryMeter:
                 torch.cuda.synchronize(self.device)
             if self.device.type == "mps":
                 torch.mps.synchronize()
-            entry = self.phases.setdefault(name, {"peak": 0, "seconds": 0.0})
-            entry["seconds"] += time.perf_counter() - started
-            entry["peak"] = max(entry["peak"], self.peak_since_reset())
-            entry["current"], entry["reserved"] = self.allocated(), self.reserved()
+            before = self.phases.get(name, dict(peak=0, seconds=0.0))
+            entry = self.phases[name] = self.figures()
+            entry["peak"] = max(entry["peak"], before["peak"])
+            entry["seconds"] = before["seconds"] + time.perf_counter() - started
 
     def stats(self):
         """Figures since the last `reset`, for the log: MiB and seconds."""
-        peaks = [entry["peak"] for entry in self.phases.values()]
+        now, peaks = self.figures(), [entry["peak"] for entry in self.phases.values()]
         sizes = {
-            "mem_alloc_mb": self.allocated(),
-            "mem_reserved_mb": self.reserved(),
-            "mem_max_alloc_mb": max(self.peak, self.peak_since_reset(), *peaks),
+            "mem_alloc_mb": now["current"],
+            "mem_reserved_mb": now["reserved"],
+            "mem_max_alloc_mb": max(self.peak, now["peak"], *peaks),
         }
         for name, entry in self.phases.items():
             sizes[f"mem_max_alloc_mb_{name}"] = entry["peak"]
@@ -117,7 +117,7 @@ class MemoryMeter:
 
     def line(self, place):
         """The same line with the present figures."""
-        return mem_line(place, self.allocated(), self.reserved(), self.peak_since_reset())
+        return mem_line(place, **self.figures())
 
 
 def mem_line(place, current, reserved, peak, seconds=0):
