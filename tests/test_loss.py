@@ -360,7 +360,7 @@ WRONG = dict(none=lambda x: None, numbers=lambda x: x.tolist(), mean=lambda x: x
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_loss_of_ones_own_that_returns_something_else_is_refused(kind, monkeypatch):
-    monkeypatch.setattr("loss.load_loss", lambda spec: lambda logprobs, **rest: WRONG[kind](logprobs))
+    monkeypatch.setattr("loss.load_loss", lambda spec, run: lambda logprobs, **rest: WRONG[kind](logprobs))
     with pytest.raises(SnugError, match=r"^loss_type=m:f must return .*, a tensor \[6\] with a gradient, not \w+ \["):
         evaluate(make_case([5, 1]), OPTIONS | dict(loss_type="m:f", importance_sampling_level="token"))
 
