@@ -522,7 +522,7 @@ MUTANTS = [
     ("signs of life: a resumed run is fast", "snug/options/progress.py", "initial=done, ", "", "test_progress.py"),
     ("signs of life: an evaluation counts its samplings apart", "snug/options/progress.py", "if total and PHASES and PHASES[-1].unit", "if total and not PHASES and PHASES[-1].unit", "test_progress.py"),
     ("signs of life: a failed loop goes on for ever", "snug/options/progress.py", "while len(PHASES) > depth:", "if PHASES[-1] is bar:", "test_progress.py"),
-    ("log: the bar names no phase", "snug/options/progress.py", "depth == 1 and not total", "False", "test_log.py"),
+    ("log: the bar names no phase", "snug/options/progress.py", "depth == 1 and not total", "False", "test_progress.py"),
     # snug/options/typed.py
     ("model: NaN is a number", "snug/options/typed.py", "fits = 0 < value < LIMIT", "fits = not value <= 0", "test_pretrained.py"),
     # snug/pretrained/adapters.py

@@ -3,13 +3,11 @@
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
@@ -25,10 +23,8 @@ from runs.prepare import prepare
 from settings import LOSSES, GRPOSettings, SFTSettings
 from snug.decoding import uniforms
 from snug.device.kinds import MIB
-from snug.memory.ledger import LiveBytes
 from training import state
 from training.figures import sample_records
-from training.optimizer import make_optimizer, optimizer_step
 
 
 def gradient(model, rollouts, settings, select=None):
@@ -273,31 +269,6 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
     assert newest(tmp_path / "sft.2").name == newest(tmp_path / "sft").name == "checkpoint-000001"
 
 
-def test_reward_functions_are_called_as_trl_does_and_added_up(tmp_path):
-    _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=2, group_size=2)
-    prepared = prepare(settings)
-    seen = {}
-
-    def first(prompts, completions, answer, stopped, completion_ids, **kwargs):
-        seen.update(prompts=prompts, answer=answer, ids=completion_ids, stopped=stopped, completions=completions)
-        return [1, 0.5, None, -1]
-
-    def second(prompts, completions, **kwargs):
-        return (0.25, None, None, 1.0)
-
-    prepared.reward_funcs, prepared.reward_weights = [first, second], [1.0, 1.0]
-    model = make_model("gpt2", vocab_size=257)
-    rows = prepared.task.prompts("train", range(2))
-    rollouts, episodes = grpo.sample_rows(model, prepared, rows, 0)
-    scored = grpo.score(rollouts, episodes, prepared)
-    metrics = grpo.rollout_metrics(scored)
-    assert (metrics["reward/first"], metrics["reward/second"]) == (pytest.approx(0.5 / 3), 0.625)
-    assert scored.rewards.tolist() == [[1.25, 0.5], [pytest.approx(math.nan, nan_ok=True), 0.0]]
-    assert list(scored.by_function.values()) == [[1, 0.5, None, -1], [0.25, None, None, 1.0]]
-    assert seen["prompts"][0] == seen["prompts"][1] != seen["prompts"][2] and seen["answer"][2] == rows[1]["answer"]
-    assert seen["completions"] == [prepared.tokenizer.decode(ids) for ids in seen["ids"]]
-
-
 def test_a_sample_has_the_question_of_its_messages_once(tmp_path):
     _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=2, group_size=2)
     prepared = prepare(settings)
@@ -406,19 +377,6 @@ def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-def test_the_peak_does_not_depend_on_the_group_size(tmp_path, monkeypatch):
-    """At a token budget that groups fill: 14 of 4 completions (1092 tokens), one of 64 (1098), and one of 128 in parts."""
-    never_stop(monkeypatch)
-    options = dict(max_tokens_per_micro_batch=1098, logits_chunk_mb=0.25, beta=0.0)
-    four, *others = (
-        peaks(tmp_path, str(k), False, group_size=k, batch_size=256 // k, **options)[1][0]["mem_max_alloc_mb_train"]
-        for k in (4, 64, 128)
-    )
-    print(four, others)
-    assert others == pytest.approx([four] * 2, rel=0.01)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
 def test_no_drift_over_40_iterations(tmp_path, monkeypatch):
     never_stop(monkeypatch)
     _, settings = tiny(
@@ -430,38 +388,6 @@ def test_no_drift_over_40_iterations(tmp_path, monkeypatch):
     for name in ("mem_max_alloc_mb", "mem_alloc_mb"):
         values = [record[name] for record in records[2:]]
         assert max(values) <= 1.01 * min(values)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
-def test_sft_is_half_of_a_plain_loop_at_a_large_vocabulary():
-    """V = 50,257: logits, their log-softmax and their gradient are what a plain nanoGPT loop holds at once."""
-    model_of = dict(vocab_size=50257, n_layer=2, n_embd=64, block_size=256)
-    lists = [[1] * 8] * 2, [[2] * 248] * 2
-    settings = SFTSettings()
-
-    def plain(model, optimizer):
-        batch = Sequences.from_lists(*lists)
-        for _ in range(2):
-            logits = model.logits(model(batch.tokens[:, :-1]))
-            loss = F.cross_entropy(logits.flatten(0, 1), batch.tokens[:, 1:].flatten())
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-
-    def ours(model, optimizer):
-        batch = Sequences.from_lists(*lists)
-        for _ in range(2):
-            train_sft.accumulate_gradient(model, batch, Cut(batch), settings)
-            optimizer_step(model, optimizer, 1e-3, 1.0)
-
-    peak = {}
-    for train in (plain, ours):
-        with LiveBytes() as live:
-            model = make_model("gpt2", **model_of)
-            train(model, make_optimizer(model, settings))
-            peak[train.__name__] = live.peak
-            del model
-    assert peak["ours"] <= 0.5 * peak["plain"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
 from data.task import split_of
-from exploits import dressed, harmless
 from helpers.tasks import written
 from settings import GRPOSettings
 from snug.options import SnugError
@@ -147,18 +146,6 @@ def test_equal_numbers_are_equal_however_they_are_written(a, b, rng):
     assert (one == other) == (Fraction(a) == Fraction(b))
 
 
-forms = st.sampled_from(["{} and {}", "{}\n{}", "{}+{}", "{} - {}", "{}=={}.", "{}/x={} apples", "({}) ({})"])
-
-
-@given(numbers, numbers, forms)
-def test_the_last_of_two_numbers(a, b, form):
-    text = form.format(f"{a:,f}", f"{b:f}")
-    expected = Fraction(abs(b)) if form == "{}+{}" else Fraction(b)  # 3+-5: a sign after a sign is an operator too
-    assert Fraction(last_number(text)) == expected
-    operator = last_number(f"{a:f}{abs(b):+f}".replace("+", "-"))  # 3-5
-    assert Fraction(operator) == Fraction(abs(b))
-
-
 def test_what_is_in_answer_tags():
     assert in_answer_tags("<answer> 1 </answer>") == in_answer_tags("<answer>1</answer><answer>2") == "1"
     for text in ("<answer>1</answer><answer>2</answer>", "<answer>1<answer>2</answer>"):
@@ -185,15 +172,6 @@ def test_problems_are_answered_rightly_by_their_answers_alone(task):
         unmarked = [text.replace("####", "is") for text in right]
         for wrong in ([""] * 200, [f"{text}1" for text in right], twice, unmarked):
             assert rewards(task, rows, wrong) == [0.0] * 200
-
-
-def test_exploits_score_nothing_and_do_nothing(task, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with harmless():
-        for text in dressed():
-            for answer in ("72", "1", "0"):
-                assert task.rewards([""], [text], answer=[answer]) == [0.0], text[:80]
-    assert not list(tmp_path.iterdir())
 
 
 def test_prompts_and_demonstrations(tmp_path):

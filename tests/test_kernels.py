@@ -34,7 +34,6 @@ from interpreted import (
     SHARED,
     compiles,
     in_kernels,
-    local_memory_in_loops,
     long,
     run_interpreted,
 )
@@ -268,19 +267,6 @@ def test_the_shape_rule():
         block, warps = tile(width)
         assert block & (block - 1) == 0 and warps & (warps - 1) == 0  # Triton takes powers of two
         assert block >= min(width, 2048) and 1 <= warps <= 8 and 4 <= block / (32 * warps) <= 16
-
-
-def test_what_counts_as_local_memory_in_a_loop():
-    """Set aside before the inner loop, read again behind it, and in the outer one: that costs little."""
-
-    def counted(code):
-        lines = [f"/*{16 * i:04x}*/   {op} ;  /* 0x{i:016x} */" for i, op in enumerate(code.split(" | "))]
-        return local_memory_in_loops("\n".join(lines))
-
-    outside = "STL [R1], R2 | LDL R4, [R1] | FADD R3, R3, R4 | @P0 BRA 0x0020 | BRA.U !UP0, 0x0010 | LDL R2, [R1] | BRA 0x0060"
-    assert counted(outside) == 0
-    assert counted(outside.replace("FADD R3, R3, R4", "LDL.LU.64 R4, [R1]")) == 1
-    assert counted(outside.replace("@P0 BRA 0x0020", "@P0 BRA 0x0050")) == 1  # one loop, and a jump out of it
 
 
 @compiles

@@ -4,9 +4,7 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
-import termios
 import time
 import unicodedata
 from dataclasses import replace
@@ -19,7 +17,6 @@ import evaluate
 import grpo
 import report
 import train_sft
-from helpers import HOME
 from helpers.runs import tiny
 from runs import log
 from runs.checkpoint import newest
@@ -248,41 +245,6 @@ def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
         time.sleep(0.1)
     assert len(files) == 2 and all(file.stat().st_size > 1000 for file in files)
     assert "warning" not in (Path(sft.out_dir) / "log.txt").read_text()
-
-
-@pytest.mark.long
-def test_a_bar_in_a_terminal(tmp_path):
-    """Through a pseudo-terminal: the bar names the phase, and every line stands on a line of its own."""
-    import pty
-
-    try:
-        main, terminal = pty.openpty()
-    except OSError as error:
-        pytest.skip(f"no pseudo-terminal: {error}")
-    termios.tcsetwinsize(terminal, (40, 80))
-    words = "--device=cpu --eval_prompts=9 --batch_size=4 --max_iters=5 --save_interval=0".split()
-    words.append(f"--out_dir={tmp_path}/run")
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "train_sft.py", *words]
-    child = subprocess.Popen(command, cwd=HOME, stdout=terminal, stderr=terminal, env=environment)
-    os.close(terminal)
-    seen = b""
-    while True:
-        try:
-            data = os.read(main, 65536)
-        except OSError:
-            break
-        if not data:
-            break
-        seen += data
-    assert child.wait(timeout=600) == 0
-    text = seen.decode()
-    assert "SFT:" in text and "/5 [" in text
-    lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
-    shown = [line for line in lines if line.startswith("iter ")]
-    assert len(shown) == 5 and set(shown) <= set((tmp_path / "run/log.txt").read_text().splitlines())
-    bars = re.findall(r"SFT:[^\r\n]*/5 \[[^\r\n]*", text)
-    assert max(map(len, bars)) <= 80 and {"train", "optimizer", "eval"} <= set(re.findall(r", (\w+) *\]", text))
 
 
 def test_a_name_that_a_reward_function_gives_commands_no_terminal(tmp_path, capsys):

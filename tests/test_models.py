@@ -222,18 +222,6 @@ def test_what_does_not_go_together_is_refused(folder, tmp_path):
         prepare(settings, given)
 
 
-def test_a_plan_needs_no_weights(folder, tmp_path, capsys):
-    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    begin = "--task=addition --digits=1 --max_new_tokens=6".split()
-    begin += [f"--init_from={tmp_path}/model", f"--out_dir={tmp_path}/a"]
-    settings, given, _ = read_settings(GRPOSettings, [*begin, "--plan", "--device=cuda", "--lora_rank=4", "--beta=0.1"])
-    grpo.main(prepare(settings, given))
-    assert "peak_gib=" in capsys.readouterr().out
-    settings, given, _ = read_settings(GRPOSettings, begin)
-    with pytest.raises(SnugError, match="has no model.safetensors"):  # a run does, before torch is imported
-        prepare(settings, given)
-
-
 def test_completions_of_a_pretrained_model_are_256_tokens_at_most_or_half_of_its_context(folder, tmp_path, capsys):
     """If most completions are cut off, the run says so."""
 

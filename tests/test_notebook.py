@@ -1,10 +1,7 @@
 """Runs from Python: the same as the commands', one after the other in a process, interrupted, and in a real notebook."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,8 +11,7 @@ import pytest
 
 import grpo
 import train_sft
-from helpers import HOME
-from helpers.runs import PROMPTS, SMALL, figures
+from helpers.runs import PROMPTS, SMALL
 from runs.checkpoint import newest
 from runs.log import read_log
 from snug.options import SnugError
@@ -24,33 +20,6 @@ from training.notebook import write_prompts
 
 def weights(folder):
     return (newest(folder) / "model.safetensors").read_bytes()
-
-
-@pytest.mark.long
-def test_two_trainings_in_a_process_give_what_two_processes_give(tmp_path, capsys):
-    """An SFT run and a GRPO run with a reward function of a file, then the same GRPO run again."""
-    (tmp_path / "lengths.py").write_text(
-        "def short(completions, **_):\n    return [-len(text) / 9 for text in completions]\n"
-    )
-    sft = {name: value for name, value in SMALL.items() if name not in ("group_size", "max_new_tokens")}
-    start = train_sft.train(out_dir=str(tmp_path / "sft"), **sft)
-    options = SMALL | dict(init_from=start.folder, beta=0.1, reward_funcs=["lengths:short"])
-    sys.path.append(str(tmp_path))
-    try:
-        first, second = (grpo.train(out_dir=str(tmp_path / name), **options) for name in ("a", "b"))
-    finally:
-        sys.path.remove(str(tmp_path))
-        del sys.modules["lengths"]
-    environment = os.environ | {"PYTHONPATH": f"{HOME}:{tmp_path}"}
-    for script, folder, values in (("train_sft.py", "sft_too", sft), ("grpo.py", "c", options)):
-        words = [f"--{name}={','.join(v) if isinstance(v, list) else v}" for name, v in values.items()]
-        words.append(f"--out_dir={tmp_path / folder}")
-        subprocess.run([sys.executable, HOME / script, *words], check=True, env=environment, capture_output=True)
-    assert weights(start.folder) == weights(tmp_path / "sft_too") and figures(start.folder) == figures(
-        tmp_path / "sft_too"
-    )
-    for folder in (second.folder, tmp_path / "c"):
-        assert weights(first.folder) == weights(folder) and figures(first.folder) == figures(folder)
 
 
 def renamed(function):

@@ -129,25 +129,6 @@ def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
     assert set(decoded[5:]) == {1} and rollouts == [0]
 
 
-@pytest.mark.long
-def test_at_the_floor_the_error_says_what_is_next(tmp_path, monkeypatch):
-    def no_memory(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    for where, said in (
-        ("sample.sample_groups", "decoding one completion at a time"),
-        ("grpo.accumulate_gradient", "one sequence of "),
-    ):
-        prepared, _ = prepared_run(tmp_path, eval_prompts=0)
-        with monkeypatch.context() as patch:
-            patch.setattr(where, no_memory)
-            with pytest.raises(SnugError) as caught:
-                grpo.main(prepared)
-        text = str(caught.value)
-        assert said in text and " or --resume=auto with --memory_budget_gb=auto or fewer GiB" in text
-        assert "\n" not in text
-
-
 class Counted(Limits):
     """Limits of which nothing is halved: `failures` has the first line of each out-of-memory."""
 

@@ -109,21 +109,6 @@ def test_gradients_leave_the_device_as_soon_as_they_are_made():
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_bfloat16_weights_follow_their_float32_masters():
-    model, exact = make_model("gpt2", dtype=torch.bfloat16), make_model("gpt2", dtype=torch.bfloat16).float()
-    settings = SFTSettings(param_dtype="bfloat16", dtype="bfloat16")
-    optimizer = train(model, settings, 20, micro_batches=1)
-    generator = torch.Generator().manual_seed(1)
-    reference = make_optimizer(exact, SFTSettings())
-    for _ in range(20):
-        for p in exact.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.device, torch.bfloat16).float()
-        optimizer_step(exact, reference, 1e-2, 1.0)
-    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.state[p]["master"], q.detach(), rtol=0, atol=1e-6)
-        assert p.equal(optimizer.state[p]["master"].bfloat16())
-
-
 def test_random_bits_depend_neither_on_slabs_nor_on_the_place_of_the_state(monkeypatch):
     results = []
     for place, slab in (("device", 2**21), ("host", 2**21), ("host", 300)):
