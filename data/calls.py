@@ -6,14 +6,13 @@
 In the main thread, where reward functions run, the limit is an alarm (SIGALRM). It stops Python code, regular
 expressions and waiting, but not C code that never looks for signals. A function that sets alarms itself, as
 math_verify does, replaces it. In another thread, where tools run, the function gets one of its own: the caller goes on
-in time, and the function gets an exception as soon as it is back in Python.
+in time, and the function goes on in vain.
 
 All coroutines share one event loop in a thread, as in TRL, so that they can share a client. One that blocks the loop
 (time.sleep, requests) makes the others wait. Tests: tests/test_reward.py, tests/test_tools.py.
 """
 
 import asyncio
-import ctypes
 import inspect
 import signal
 import threading
@@ -91,16 +90,11 @@ def in_a_thread(function, arguments, seconds):
     def work():
         try:
             outcome.set_result(function(**arguments))
-        except KeyboardInterrupt:  # Ctrl-C reaches the main thread alone
-            outcome.set_exception(RuntimeError("KeyboardInterrupt"))
         except BaseException as error:
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    threading.Thread(target=work, daemon=True).start()
     if wait([outcome], seconds).not_done:
-        late = ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(*late)
         raise OutOfTime
     return outcome.result()
 
@@ -119,20 +113,13 @@ def blaming(what: str, limit: str, hint: str):
         problem = f"took longer than {limit} seconds"
         if not isinstance(error, OutOfTime):
             place = traceback.extract_tb(error.__traceback__)[-1]
-            problem = f"raised {type(error).__name__}: {text_of(error)[:200]!r}"
+            problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
             problem += f" at {Path(place.filename).name}:{place.lineno}"
         if isinstance(error, KeyError | AttributeError | TypeError):
             problem += f"; {hint}"
         failure = SnugError(f"{what} {problem}")
         failure.add_note("".join(traceback.format_exception(error)).rstrip())
         raise failure from None
-
-
-def text_of(error: BaseException) -> str:
-    """Empty if its __str__ fails."""
-    with suppress(BaseException):
-        return str(error)
-    return ""
 
 
 def name_of(function: Callable) -> str:

@@ -27,7 +27,7 @@ from itertools import compress
 from data import imported
 from data.calls import awaited, blaming
 from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, schema_of, text_within
-from snug.options import in_one_line, option
+from snug.options import SnugError, in_one_line, option
 
 CUT = " [cut]"
 LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
@@ -64,8 +64,12 @@ class Toolbox:
             self.make_environment = imported(
                 settings.environment, "environment", advice, functions, settings.out_dir
             )
-        known = self.functions | methods_of(self.some_environments(1)[0])
-        self.schemas = [schema_of(function) for function in known.values()]
+        methods = methods_of(self.some_environments(1)[0])
+        for name in methods.keys() & self.functions.keys():
+            raise SnugError(
+                f"tools: environment={settings.environment} has a method {name}, too; rename one"
+            )
+        self.schemas = list(map(schema_of, [*self.functions.values(), *methods.values()]))
         if tokenizer.chat:
             tokenizer.chat.tools = self.schemas or None
 
@@ -112,11 +116,9 @@ class Episode:
 
     def of_environment(self, name: str, arguments: dict) -> str | None:
         """What `reset` or `reply` returns. Raises SnugError if it fails."""
-        what, limit = (
-            f"environment {type(self.environment).__name__}",
-            self.toolbox.settings.tool_timeout,
-        )
-        with blaming(f"{what}.{name}", f"tool_timeout={limit:g}", f"it gets {', '.join(arguments)}"):
+        limit, kind = self.toolbox.settings.tool_timeout, type(self.environment).__name__
+        hint = f"it gets {', '.join(arguments)}"
+        with blaming(f"environment {kind}.{name}", f"tool_timeout={limit:g}", hint):
             return text_within(getattr(self.environment, name), arguments, limit)
 
     def respond(self, ids: list[int]) -> list[int] | None:

@@ -218,10 +218,3 @@ def sandbox(target, seconds) -> Sandbox:
         name = f"{target.__module__}:{target.__name__}"
         boxes[target, seconds] = Sandbox(name, timeout=seconds)
     return boxes[target, seconds]
-
-
-def missing_layers() -> list[str]:
-    """Start a sandbox -> the layers that do not work here."""
-    box = sandbox(Program, 1.0)
-    box.start()
-    return box.missing

@@ -11,11 +11,11 @@ An environment is an object with state, one for each completion: its public meth
 A model writes a call in the form that its chat template writes (Chat.call_form):
 
     hermes  <tool_call>{"name": "calc", "arguments": {"expression": "1+1"}}</tool_call>, any number of them
-    llama   {"name": "calc", "parameters": {"expression": "1+1"}}, and nothing else in the turn; several behind ";"
+    llama   {"name": "calc", "parameters": {"expression": "1+1"}}, and nothing else in the turn
     inline  <calc>1+1</calc> at the end of the turn
 
-What a model writes is read leniently where only one reading is possible: read_calls. In hermes and llama a thought has
-no calls. It begins with <think>, before any call or at the end of the prompt, and ends with the last </think>.
+In hermes and llama a thought has no calls. It begins with <think>, at the start of the turn or at the end of the prompt,
+and ends with the last </think>.
 
 Left out: "(choices: ...)" in docstrings; other forms of calls, such as Mistral's; checks of an argument's type, as in
 TRL. A tool can do whatever Python can, so name only code that you trust.
@@ -32,16 +32,14 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
-from enum import EnumType
 from fractions import Fraction
 
 from data import imported
-from data.calls import OutOfTime, awaited, complete, name_of, text_of
+from data.calls import OutOfTime, awaited, complete, name_of
 from data.countdown import MAX_CHARS, NODES, value_of
-from data.programs import sandbox
+from data.programs import POOL, sandbox
 from snug.options import SnugError, in_one_line
 from snug.tokenizer.chat import well_formed
 
@@ -56,7 +54,7 @@ NONE = types.MappingProxyType({})
 # Schemas
 
 SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-JSON_TYPES = SCALARS | {list: "array", tuple: "array", dict: "object"}
+JSON_TYPES = SCALARS | {list: "array", dict: "object"}
 SECTION = re.compile(r"\n\s*(Args|Returns|Raises):")
 ARGUMENT = re.compile(r"(?ms)^([ \t]*)(\w+):\s*(.*?)\s*(?=^(?!\1[ \t])[ \t]*\w+:|\Z)")
 
@@ -91,23 +89,12 @@ def type_schema(hint) -> dict:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is typing.Any:
         return {}
-    if isinstance(hint, EnumType):
-        origin, arguments = typing.Literal, [member.value for member in hint]
     if origin is typing.Literal:
-        names = list(dict.fromkeys(SCALARS[type(value)] for value in arguments))
-        return {"type": names if names[1:] else names[0], "enum": list(arguments)}
+        [name] = {SCALARS[type(value)] for value in arguments}
+        return {"type": name, "enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
-        schemas = [type_schema(kind) for kind in arguments if kind is not type(None)]
-        nullable = {"nullable": True} if type(None) in arguments else {}
-        if not schemas[1:]:
-            return schemas[0] | nullable
-        if any(schema.keys() != {"type"} for schema in schemas):
-            return {"anyOf": schemas} | nullable
-        names = sorted({schema["type"] for schema in schemas})
-        return {"type": names if names[1:] else names[0]} | nullable
-    if origin is tuple and arguments:
-        _, _, *_ = arguments  # not tuple[int]
-        return {"type": "array", "prefixItems": list(map(type_schema, arguments))}
+        [kind] = set(arguments) - {type(None)}
+        return type_schema(kind) | {"nullable": True}
     schema = {"type": JSON_TYPES[origin or hint]}
     if arguments:
         [inner] = arguments[origin is dict :]
@@ -130,12 +117,10 @@ def calc(expression: str) -> str:
             raise ValueError
         value = value_of(ast.parse(expression.strip(), mode="eval").body, OPERATORS)
         return str(value) if value.denominator == 1 else f"{float(value):.12g}"
-    except ZeroDivisionError:
-        raise ValueError("division by zero") from None
-    except (SyntaxError, ValueError, OverflowError):
+    except (SyntaxError, ValueError, ArithmeticError):
         raise ValueError(
             f"no expression of numbers and + - * / // % ** ( ), up to {MAX_CHARS} characters, "
-            "or a number is too large"
+            "or a division by zero, or a number is too large"
         ) from None
 
 
@@ -156,20 +141,12 @@ def python(code: str) -> str:
     Args:
         code: the code; it can import installed packages, and cannot use other files, processes or the network
     """
-    [(text, error)] = POOL.submit(lambda: interpreter().run("run", [[code]])).result()
+    [(printed, error)] = POOL.submit(lambda: interpreter().run("run", [[code]])).result()
     if error:
         raise ValueError(error)
-    printed, problem = json.loads(text)
-    if problem:
-        raise Problem(printed + problem)
     return printed
 
 
-class Problem(Exception):
-    """Of a tool: the model reads its text as it is."""
-
-
-POOL = ThreadPoolExecutor(16)
 TOOLS = {"calc": calc, "python": python}
 
 
@@ -181,13 +158,14 @@ class Interpreter:
     """Lives in the processes of a sandbox."""
 
     def run(self, code: str) -> str:
+        """-> what it prints, and the error that ends it."""
         printed, problem = io.StringIO(), ""
         try:
             with redirect_stdout(printed):
                 exec(code, {"__name__": "__main__"})
         except BaseException as error:
             problem = traceback.format_exception_only(error)[-1]
-        return json.dumps([printed.getvalue()[:MAX_OUTPUT], problem[:MAX_ERROR]])
+        return printed.getvalue()[:MAX_OUTPUT] + problem[:MAX_ERROR]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,8 +204,7 @@ def methods_of(environment) -> dict[str, Callable]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Calls in text
 
-DECODER = json.JSONDecoder(strict=False)  # code in a string may have raw newlines
-BETWEEN = re.compile(r"[\s;,}]*")  # models may close one brace too many
+UNREADABLE = 'a call must be a JSON object with "name" and "arguments", which must be an object'
 
 
 def parse_calls(text: str, form: str, schemas: Sequence[dict], thinks=False) -> tuple[str, list[dict]]:
@@ -240,17 +217,16 @@ def parse_calls(text: str, form: str, schemas: Sequence[dict], thinks=False) -> 
     if form == "inline":
         return parse_inline(text, schemas)
     thought = ""
-    if thinks or "<think>" in text.partition("<tool_call>")[0].partition('{"')[0]:
+    if thinks or text.lstrip().startswith("<think>"):
         before, end, text = text.rpartition("</think>")
         thought = before + end
         if not end:  # the thought goes on
             return text.strip(), []
     if form == "hermes":
         pieces = re.split(r"(?s)<tool_call>(.*?)(?:</tool_call>|\Z)", text)
-        calls = [call for block in pieces[1::2] for call in read_calls(block)]
-        return (thought + "".join(pieces[::2])).strip(), calls
-    calls = read_calls(text.strip().removeprefix("<|python_tag|>"))
-    return ((thought + text).strip(), []) if "error" in calls[0] else (thought.strip(), calls)
+        return (thought + "".join(pieces[::2])).strip(), list(map(read_call, pieces[1::2]))
+    call = read_call(text.strip().removeprefix("<|python_tag|>"))
+    return ((thought + text).strip(), []) if "error" in call else (thought.strip(), [call])
 
 
 def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
@@ -261,41 +237,26 @@ def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
     tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
     if not tag or name not in tools:
         return text.strip(), []
-    calls = read_calls(f'{{"name": "{name}", "arguments": {argument}}}')
+    call = read_call(f'{{"name": "{name}", "arguments": {argument}}}')
     properties, required = tools[name]["properties"], tools[name].get("required", [])
-    texts = [key for key in required or properties if "string" in properties[key].get("type", "")]
-    if texts and len(required) < 2 and not properties.keys() & calls[0]["function"]["arguments"]:
-        calls = read_calls(json.dumps(dict(name=name, arguments={texts[0]: argument})))
-    return before.strip(), calls
+    texts = [key for key in required or properties if properties[key].get("type") == "string"]
+    if texts and len(required) < 2 and not properties.keys() & call["function"]["arguments"]:
+        call = read_call(json.dumps(dict(name=name, arguments={texts[0]: argument})))
+    return before.strip(), [call]
 
 
-def read_calls(text: str) -> list[dict]:
-    """JSON objects with a name and arguments -> calls; one call with an error if that fails."""
+def read_call(text: str) -> dict:
+    """A JSON object with a name and arguments, in which a text may have raw newlines -> a call, or one with an error."""
+    function, problem = dict(name="", arguments={}), dict(error=UNREADABLE)
     with suppress(Exception):
-        return list(map(call_of, json_values(text.strip("[],; \n\r\t"))))  # it may be a list
-    problem = 'a call must be a JSON object with "name" and "arguments", which must be an object'
-    return [{"type": "function", "function": {"name": "", "arguments": {}}, "error": problem}]
-
-
-def json_values(text: str) -> list:
-    """Raises an error if there is none, or other text."""
-    values, at = [], 0
-    while at < len(text) or not values:
-        value, at = DECODER.raw_decode(text, at)
-        values.append(value)
-        at = BETWEEN.match(text, at).end()
-    return values
-
-
-def call_of(value: dict) -> dict:
-    """An object with a name and arguments, as models write it -> a call. Raises an error for other values."""
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = DECODER.decode(arguments)
-    function = dict(name=value["name"] + "", arguments={**arguments})
-    # Files of a run can hold neither NaN nor a lone surrogate.
-    text = json.dumps(function, allow_nan=False, ensure_ascii=False).encode()
-    return {"type": "function", "function": json.loads(text)}
+        value = json.loads(text, strict=False)
+        read = dict(
+            name=value["name"] + "", arguments={**value.get("arguments", value.get("parameters"))}
+        )
+        # Files of a run can hold neither NaN nor a lone surrogate.
+        json.dumps(read, allow_nan=False, ensure_ascii=False).encode()
+        function, problem = read, {}
+    return {"type": "function", "function": function} | problem
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,19 +270,16 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
     made or the function raises or is late, as in TRL.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    try:
-        if name not in functions:
-            problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
-            raise ValueError(call.get("error", problem))
-        return text_within(functions[name], arguments, seconds), False
-    except Problem as problem:
-        return str(problem), True
-    except OutOfTime:
-        problem = f"{name} took longer than {seconds:g} seconds"
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        problem = text_of(error) or type(error).__name__
+    if name not in functions:
+        problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
+        problem = call.get("error", problem)
+    else:
+        try:
+            return text_within(functions[name], arguments, seconds), False
+        except OutOfTime:
+            problem = f"{name} took longer than {seconds:g} seconds"
+        except BaseException as error:
+            problem = str(error) or type(error).__name__
     return str({"error": problem[:MAX_ERROR]}), True
 
 

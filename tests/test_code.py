@@ -7,12 +7,13 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answers import BAD, BODIES, GOOD, RIGHT, WRONG
+from answers import BAD, GOOD, RIGHT, WRONG
 from data import code, make_task, programs
 from data.code import names_in
 from data.programs import POOL, from_plain, judge, to_plain
@@ -98,15 +99,14 @@ def right(program):
 
 @pytest.mark.parametrize("row", [OWN, IN_WORDS, SIGNATURE], ids=["own", "in_words", "signature"])
 def test_the_program_of_an_answer(tmp_path, row):
-    """tests/answers.py has 55 right ones, and what no program of an answer may become."""
+    """tests/answers.py has right ones, and what no program of an answer may become."""
     task = task_of(written(tmp_path, [row]), chat=True)
     [row] = task.prompts("train", [0])
-    answers = RIGHT | (BODIES if row["head"] else {})
+    answers = RIGHT | WRONG
     if sys.version_info < (3, 12):
-        del (answers := dict(answers))["a parameter of types"]
-    assert len(answers) >= 50
+        del answers["a parameter of types"]
     with warnings.catch_warnings(action="error"):
-        programs = {name: task.program(text, row["head"], row["names"]) for name, text in (answers | WRONG).items()}
+        programs = {name: task.program(text, row["head"], row["names"]) for name, text in answers.items()}
     with warnings.catch_warnings(action="ignore"):
         assert {name for name, program in programs.items() if not right(program)} == WRONG.keys()
 
@@ -137,7 +137,7 @@ def test_a_signature_alone_is_code(tmp_path, chat):
     """Its prompt does not parse, but with a body it would."""
     task = task_of(written(tmp_path, [dict(prompt="def f(x):\n", tests=["assert f(1) == 2"])]), chat=chat)
     [row] = task.prompts("train", [0])
-    completions = [f"```\n{GOOD}```", f"```\n{BODY}```"] + ["  return x + 1"] * (not chat)
+    completions = [f"```\n{GOOD}```"] + ["  return x + 1"] * (not chat)
     assert rewards(task, row, completions)[0] == [1] * len(completions)
 
 
@@ -156,10 +156,7 @@ def test_what_tests_call_is_what_nobody_defines():
     )
     setup += "\ndef same(g, x): return g(x) == x"
     code = f"{setup}\nassert near(area(helper(1)), sum([width(Box())])) and same(id_of, 2) and max(map(mine, [1]))"
-    assert names_in(code)[2] == {"area", "width", "id_of", "mine"}
-
-
-SIGNS = "-" * 3000
+    assert names_in(code)[1] == {"area", "width", "id_of", "mine"}
 
 
 @pytest.mark.parametrize(
@@ -177,13 +174,7 @@ SIGNS = "-" * 3000
         (HUMAN_EVAL | dict(test="class check:\n    assert f(1) == 2"), "has no function check"),
         (HUMAN_EVAL | dict(test="def check(f, more=1):\n    assert f(1) == 2"), "has no function check"),
         (HUMAN_EVAL | dict(test="def check(f):\n    assert f(1) == 2\n    return"), "'return' outside function"),
-        (HUMAN_EVAL | dict(test=f"def check(f):\n    assert {SIGNS}f(1)"), "nested too deeply"),
         (OWN | dict(tests=["# basic", "", "\n"]), "have no assert"),
-        (OWN | dict(tests=["assert f(1) == 2", f"assert {SIGNS}f(1)"]), "nested too deeply"),
-        (OWN | dict(tests=["assert f(1) == 2", f"assert {SIGNS * 30}f(1)"]), "nested too deeply"),
-        (OWN | dict(prompt=f"def f(x=-{SIGNS}1):\n"), "nested too deeply"),
-        (OWN | dict(prompt=f"def f(x=-{SIGNS * 30}1):\n"), "nested too deeply"),
-        (OWN | dict(setup=f"y = {SIGNS}1"), "nested too deeply"),
         (OWN | dict(setup="import"), "invalid syntax"),
         (OWN | dict(setup=["import math"]), r"setup must be text, not \['import math'\]"),
         (OWN | dict(tests="assert f(1) == 2"), "must be a row"),
@@ -242,10 +233,10 @@ def test_sft_needs_solutions_and_a_packed_file_is_read(tmp_path):
 
 
 def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
-    path = written(tmp_path, [OWN])
-    monkeypatch.setattr(code, "missing_layers", lambda: ["user", "landlock"])
+    path, missing = written(tmp_path, [OWN]), ["user", "landlock"]
+    monkeypatch.setattr(code, "sandbox", lambda *_: SimpleNamespace(start=lambda: None, missing=missing))
     assert task_of(path)
-    monkeypatch.setattr(code, "missing_layers", lambda: ["landlock", "seccomp"])
+    missing[0] = "seccomp"
     with pytest.raises(SnugError, match="--unconfined"):
         task_of(path)
     assert task_of(path, unconfined=True) and make_task(SFTSettings(task="code", data_file=path, eval_prompts=0), True)

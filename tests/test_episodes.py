@@ -238,15 +238,15 @@ TURNS = {  # form, turns, the messages, how many calls failed
     ),
     "hermes, no call": ("hermes", ["42", "never said"], [assistant("42")], 0),
     "llama": ("llama", [llama("calc", expression="6*7"), "42."], [assistant("", SUM), *ANSWER], 0),
-    "llama, a good call behind two bad ones": (
-        "llama",
-        ["; ".join(llama("calc", expression=text) for text in ("1/0", "1//0", "6*7")), "42."],
+    "hermes, a good call behind a bad one": (
+        "hermes",
+        [hermes("sum") + hermes("calc", expression="6*7"), "42."],
         [
-            assistant("", call("calc", expression="1/0"), call("calc", expression="1//0"), SUM),
-            *[tool("{'error': 'division by zero'}")] * 2,
+            assistant("", call("sum"), SUM),
+            tool("{'error': 'there is no tool sum; the tools are calc'}", "sum"),
             *ANSWER,
         ],
-        2,
+        1,
     ),
     "llama, a text with a call": ("llama", ["I " + llama("calc", expression="1")], None, 0),
     "inline": ("inline", ["6*7 = <calc>6*7</calc>", "42."], [assistant("6*7 =", SUM), *ANSWER], 0),

@@ -8,15 +8,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from enum import Enum
-from typing import Any, List, Literal, Optional  # noqa: UP035
+from typing import Any, Literal, Optional
 
 import pytest
 
 from data.episodes import Episode, EpisodeOptions, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
 from helpers.episodes import call, hermes, tool_of
-from helpers.errors import PanicException, Wordless
+from helpers.errors import PanicException
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
@@ -68,47 +67,6 @@ def every(
     """
 
 
-class Unit(Enum):
-    KM = "km"
-    ONE = 1
-
-
-def unions(
-    a: int | str,
-    b: list[str | int],
-    c: tuple[int, str],
-    d: Optional[list[int | None]],  # noqa: UP045
-    e: str | list[str],
-    f: Literal["x", 1, None],
-    g: Unit,
-    h: tuple | None,
-    i: dict[str, float | bool],
-    j: Literal["x"] | int,
-    k: List,  # noqa: UP006
-    o: tuple[Any, dict[str, tuple[int, int]]] = (),
-    m: list | tuple = (),
-    n: str | int | bool | None = None,
-) -> int | str:
-    """Choices.
-
-    Args:
-        a: of it
-        b: of it
-        c: of it
-        d: of it
-        e: of it
-        f: of it
-        g: of it
-        h: of it
-        i: of it
-        j: of it
-        k: of it
-        o: of it
-        m: of it
-        n: of it
-    """
-
-
 class Counter:
     """An environment, with state and a property that must not be computed."""
 
@@ -145,33 +103,25 @@ class Counter:
         pass
 
 
-@pytest.mark.parametrize("function", [bare, search, every, unions, *TOOLS.values(), Counter().increment, Counter().add])
+@pytest.mark.parametrize("function", [bare, search, every, *TOOLS.values(), Counter().increment, Counter().add])
 def test_schemas_are_those_of_transformers(function):
     utils = pytest.importorskip("transformers.utils", reason="transformers is not installed")
     assert schema_of(function) == utils.get_json_schema(function)
-
-
-def adds(hint):
-    return tool_of("add", lambda a: a, a=hint)
 
 
 def undescribed(a: int):
     """Add."""
 
 
+HINTS = int | str, tuple, Literal["x", 1], "NoSuchType", list[int | str]
+
+
 @pytest.mark.parametrize(
-    "function",
-    [lambda a: a, undescribed, adds(tuple[int]), adds(tuple[int, ...]), adds(int | set), adds("NoSuchType"), int],
+    "function", [lambda a: a, undescribed, *(tool_of("add", lambda a: a, a=hint) for hint in HINTS)]
 )
 def test_a_function_without_a_schema_is_refused(function):
-    """transformers refuses it too."""
-    with suppress(ImportError):
-        from transformers.utils import get_json_schema
-
-        with pytest.raises(Exception):  # noqa: B017
-            get_json_schema(function)
     with pytest.raises(
-        SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError|TypeError)"
+        SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError)"
     ) as error:
         schema_of(function)
     assert "\n" not in str(error.value)
@@ -202,6 +152,12 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     assert make_toolbox(EpisodeOptions(environment="snug_test_tools:Game"), tokenizer).schemas == []
     toolbox = make_toolbox(EpisodeOptions(environment="Counter"), tokenizer, {"Counter": Counter})
     assert toolbox.make_environment is Counter
+    with pytest.raises(SnugError, match="^tools: environment=Counter has a method add, too; rename one$"):
+        make_toolbox(
+            EpisodeOptions(tools=["add"], environment="Counter"),
+            tokenizer,
+            {"Counter": Counter, "add": tool_of("add", lambda: 1)},
+        )
     with pytest.raises(SnugError, match="environment='Game': write module:Class"):
         make_toolbox(EpisodeOptions(environment="Game"), tokenizer)
 
@@ -223,7 +179,7 @@ SUMS |= {"2**2000": str(2**2000)}
 NO_SUMS = ["", "a", "__import__('os')", "1+", "()", "1,2", "1 if 1 else 2", "'1'*9", "1j", "True", "...", "2**0.5"]
 NO_SUMS += ["1<2", "9**9**9", "9**999999999", "1" * 201, "(-1)**0.5", "\x00", "(" * 100, "((2**3999)**1)**2"]
 NO_SUMS += ["1\n+2", "(1)(2)", "2**-9999", "(1/3)**9999", "(1/999)**3999", "²", "**".join(["(10**999)"] * 9)]
-NO_SUMS += ["(2**3999)/3*(2**3999)/(10**999/10**998)**0*7/3"]
+NO_SUMS += ["1/0", "1//0", "1%0", "0**-1", "(2**3999)/3*(2**3999)/(10**999/10**998)**0*7/3"]
 
 
 @pytest.mark.parametrize("text", SUMS)
@@ -236,11 +192,6 @@ def test_what_is_no_sum(text):
     began = time.monotonic()
     reply, failed = call_tool(TOOLS, call("calc", expression=text), 5)
     assert failed and "no expression of numbers" in reply and time.monotonic() - began < 1
-
-
-def test_a_division_by_zero():
-    for text in ("1/0", "1//0", "1%0", "0**-1"):
-        assert call_tool(TOOLS, call("calc", expression=text), 5) == ("{'error': 'division by zero'}", True)
 
 
 def test_sums_have_the_values_of_python():
@@ -259,8 +210,8 @@ def test_python_prints():
     codes += ["print('x' * 10**6)", "open('/tmp/snug', 'w')", "import os\nprint(os.fork())", "print(x)"]
     with ThreadPoolExecutor(4) as pool:  # several at once, each with a fresh interpreter
         texts, failed = zip(*pool.map(reply, codes), strict=True)
-    # What is raised counts as a failed call; the model reads it behind what was printed.
-    assert failed == (False, False, True, True, True, False, True, True, True)
+    # The model reads what is raised behind what was printed, as at a prompt.
+    assert not any(failed)
     assert texts[:3] == ("1\n3.141592653589793\n", "", "a\nZeroDivisionError: division by zero\n")
     assert texts[3].startswith("SyntaxError: ") and texts[4] == "SystemExit: 3\n" and len(texts[5]) == 10_000
     assert all("PermissionError: " in text for text in texts[6:8]) and texts[8].startswith("NameError: ")
@@ -290,40 +241,52 @@ both = tool_of("both", lambda a, b: None, a=str, b=str)
 perhaps = tool_of("perhaps", lambda a="x": None, a=str)
 number = tool_of("number", lambda a, b="x": None, a=int, b=str)
 named = tool_of("named", lambda query, top=3, place="": None, query=str, top=int, place=str)
-SCHEMAS = [schema_of(function) for function in (TOOLS["calc"], every, search, bare, Counter().increment)]
-either = tool_of("either", lambda a: None, a=int | str)
-SCHEMAS += map(schema_of, (two, both, perhaps, either))
+SCHEMAS = [schema_of(function) for function in (*TOOLS.values(), every, search, bare, Counter().increment)]
+SCHEMAS += map(schema_of, (two, both, perhaps, number, named))
 
 
-ONE = hermes("calc", expression="1+1")
+# SUM is the right reading. F: the start of an object, up to its arguments.
+SUM, CODE = call("calc", expression="1+1"), call("python", code="a=1\nprint(a)\t#")
+ONE, F, ARGS = hermes("calc", expression="1+1"), '{"name": "calc", "arguments": ', '{"expression": "1+1"}'
 READ = [  # form, text, content, calls
-    ("hermes", f"{ONE}\n{hermes('f', a=[1, None])} x", "x", [call("calc", expression="1+1"), call("f", a=[1, None])]),
+    ("hermes", f"{ONE}\n{hermes('f', a=[1, None])} x", "x", [SUM, call("f", a=[1, None])]),
     ("hermes", '<tool_call>{"name": "f", "parameters": {"a": ";"}, "id": 7}</tool_call>', "", [call("f", a=";")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}', "", [call("f", a=2)]),
-    ("llama", ' {"name": "f", "parameters": {"a": "x; y"}}\n', "", [call("f", a="x; y")]),
+    ("hermes", f"Let me see.\n\n<tool_call>\n{F}{ARGS}}}", "Let me see.", [SUM]),
     (
-        "llama",
-        '<|python_tag|>{"name": "f", "arguments": {}}; {"name": "g", "parameters": {}}',
-        "",
-        [call("f"), call("g")],
-    ),
-    ("llama", 'I use {"name": "f", "parameters": {}}', 'I use {"name": "f", "parameters": {}}', []),
-    ("llama", '{"name": "f", "parameters": {}} Done', '{"name": "f", "parameters": {}} Done', []),
-    ("llama", "", "", []),
-    ("llama", "[1]", "[1]", []),
+        "hermes",
+        f'<tool_call>{{"arguments": {ARGS}, "name": "calc"}}</tool_call>\nDone.',
+        "Done.",
+        [SUM],
+    ),  # Hermes 2 Pro
+    ("hermes", '<tool_call>{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}</tool_call>', "", [CODE]),
+    ("llama", ' {"name": "f", "parameters": {"a": "x; y"}}\n', "", [call("f", a="x; y")]),
+    ("llama", f'<|python_tag|>{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
+    ("llama", '{"name": "python", "parameters": {"code": "a=1\nprint(a)\t#"}}', "", [CODE]),
     ("inline", "<calc>1</calc> <calc>2</calc>.", "<calc>1</calc>", [call("calc", expression="2")]),
+    ("inline", f"1+1 = <calc>{ARGS}</calc>", "1+1 =", [SUM]),
+    ("inline", "<python>a=1\nprint(a)\t#</python>", "", [CODE]),
+    ("inline", '<python>{"a": 1}</python>', "", [call("python", code='{"a": 1}')]),
     ("inline", '<search>a "b"\n</search>', "", [call("search", query='a "b"\n')]),
     ("inline", '<increment>{"by": 2}</increment>', "", [call("increment", by=2)]),
     ("inline", '<every>{"a": [1], "b": {}}</every>', "", [call("every", a=[1], b={})]),
     ("inline", "<bare>{}</bare>", "", [call("bare")]),
     ("inline", "<two>c</two>", "", [call("two", a="c")]),
     ("inline", '<both>{"a": "c", "b": "d"}</both>', "", [call("both", a="c", b="d")]),
-    ("inline", "<either>2</either>", "", [call("either", a="2")]),
     ("inline", "<perhaps>c</perhaps>", "", [call("perhaps", a="c")]),
-    ("inline", "<sum>1</sum>", "<sum>1</sum>", []),
-    ("inline", "</calc> <calc>", "</calc> <calc>", []),
-    ("inline", "1</calc>", "1</calc>", []),
+    ("inline", '<number>{"a": 1, "b": "y"}</number>', "", [call("number", a=1, b="y")]),
+    ("inline", "<named>a b</named>", "", [call("named", query="a b")]),
+    ("inline", '<named>{"top": 5, "query": "q"}</named>', "", [call("named", query="q", top=5)]),
+    ("inline", '<named>{"other": 5}</named>', "", [call("named", query='{"other": 5}')]),
 ]
+# Texts without a call.
+NO_CALL = {"inline": ["<sum>1</sum>", "</calc> <calc>", "1</calc>"], "llama": ["", "[1]", '{"name": "calc", "para']}
+NO_CALL["llama"] += [
+    '{"name": "Ada", "age": 36}',
+    'I use {"name": "f", "parameters": {}}',
+    '{"name": "f", "parameters": {}} Done',
+]
+READ += [(form, text, text, []) for form, texts in NO_CALL.items() for text in texts]
 
 
 @pytest.mark.parametrize("form, text, content, calls", READ)
@@ -340,71 +303,8 @@ def test_every_form_of_every_value_is_read():
             objects = [json.dumps(each["function"], ensure_ascii=ascii_only) for each in wanted]
             blocks = "\n".join(f"<tool_call>{each}</tool_call>" for each in objects)
             assert parse_calls("x " + blocks, "hermes", SCHEMAS) == ("x", wanted)
-            assert parse_calls("; ".join(objects), "llama", SCHEMAS) == ("", wanted)
+            assert parse_calls(objects[0], "llama", SCHEMAS) == ("", wanted[:1])
         assert parse_calls(f"x <search>{texts[1]}</search>", "inline", SCHEMAS) == ("x", wanted[1:])
-
-
-# What models write, as their cards, the parsers of servers and reports about them have it; SUM is the right reading.
-# F: the start of an object, up to its arguments.
-SUM, CODE = call("calc", expression="1+1"), call("python", code="a=1\nprint(a)\t#")
-UNREAD, F, ARGS = "a call must be a JSON object", '{"name": "calc", "arguments": ', '{"expression": "1+1"}'
-BLOCKS = {  # in <tool_call>: the calls, or an error that the model reads
-    f"\n{F}{ARGS}}}\n": [SUM],
-    f"\n{F}{ARGS}}}\n{F}{ARGS}}}\n": [SUM] * 2,
-    f"{F}{ARGS}}},\n{F}{ARGS}}}": [SUM] * 2,
-    f"[{F}{ARGS}}}, {F}{ARGS}}}]": [SUM] * 2,
-    f'{{"arguments": {ARGS}, "name": "calc"}}': [SUM],  # Hermes 2 Pro
-    f'{{"name": "calc", "parameters": {ARGS}}}': [SUM],
-    f"{F}{json.dumps(ARGS)}}}": [SUM],
-    f'{F}"1+1"}}': UNREAD,
-    f"{F}{ARGS}}}}}\n": [SUM],
-    '{"name": "calc", "arguments": {"expression": "1+1",},}': UNREAD,
-    "{'name': 'calc', 'arguments': {'expression': '1+1'}}": UNREAD,
-    '{"name": "f", "arguments": {"a": "\\d"}}': UNREAD,
-    '{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}': [CODE],
-    '{"name": "python", "arguments": "{\\"code\\": \\"a=1\nprint(a)\t#\\"}"}': [CODE],
-    '{"name": "python", "arguments": {"code": "print("a")"}}': UNREAD,
-    f'{{"arguments": {ARGS}}}': UNREAD,
-    '{"name": "calc"}': UNREAD,
-    f'{F}{{"expression": NaN}}}}': UNREAD,
-    f"{F}{'[' * 9999}": UNREAD,
-    "{'name': 'f', 'arguments': {'a': open('/tmp/x', 'w')}}": UNREAD,
-    "<function=calc><parameter=expression>1+1</parameter></function>": UNREAD,  # Qwen3-Coder
-    f'{{"name": "sum", "arguments": {ARGS}}}': "there is no tool sum; the tools are calc, python",
-    f'{F}{{"text": "1+1"}}}}': "unexpected keyword argument 'text'",
-}
-CORPUS = [("hermes", f"<tool_call>{block}</tool_call>", "", read) for block, read in BLOCKS.items()]
-CORPUS += [  # form, text, content, calls or an error
-    ("hermes", f"Let me see.\n\n<tool_call>\n{F}{ARGS}}}\n</tool_call>", "Let me see.", [SUM]),
-    ("hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\nDone.", "Done.", [SUM]),
-    ("hermes", f"<tool_call>{F}{ARGS}}}</tool_call>\n<tool_call>{F}{ARGS}}}</tool_call>", "", [SUM] * 2),
-    ("hermes", f"<tool_call>\n{F}{ARGS}}}", "", [SUM]),
-    ("hermes", '<tool_call>{"name": "calc", "arguments": {"expression": "1+', "", UNREAD),
-    ("llama", f'<|python_tag|>{{"name": "calc", "parameters": {ARGS}}}', "", [SUM]),
-    ("llama", "; ".join([f'{{"name": "calc", "parameters": {ARGS}}}'] * 2), "", [SUM] * 2),
-    ("llama", f'{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
-    ("llama", f'[{{"name": "calc", "parameters": {ARGS}}}]', "", [SUM]),
-    ("llama", '{"name": "python", "parameters": {"code": "a=1\nprint(a)\t#"}}', "", [CODE]),
-    ("llama", '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
-    ("llama", '{"name": "calc", "para', '{"name": "calc", "para', []),
-    ("inline", "1+1 = <calc>1+1</calc>", "1+1 =", [SUM]),
-    ("inline", f"<calc>{ARGS}</calc>", "", [SUM]),
-    ("inline", "<python>a=1\nprint(a)\t#</python>", "", [CODE]),
-    ("inline", '<python>{"a": 1}</python>', "", [call("python", code='{"a": 1}')]),
-]
-
-
-@pytest.mark.parametrize("form, text, content, expected", CORPUS, ids=range(len(CORPUS)))
-def test_what_models_write_is_read_or_answered_with_an_error(form, text, content, expected):
-    functions = dict(calc=TOOLS["calc"], python=TOOLS["python"])
-    found, calls = parse_calls(text, form, list(map(schema_of, functions.values())))
-    assert found == content
-    if isinstance(expected, list):
-        assert calls == expected
-    else:
-        [bad] = calls
-        answer, failed = call_tool(functions, bad, 5)
-        assert failed and expected in answer and len(answer) < 200
 
 
 REAL, ASIDE = hermes("calc", expression="2+2"), hermes("calc", expression="1+1")
@@ -417,7 +317,7 @@ THOUGHTS = [  # form, does the prompt end with <think>, text, content, calls
     ("hermes", False, f"<think>a <tool_call> b</think>\n{REAL} ok", "<think>a <tool_call> b</think>\n ok", TWO),
     ("hermes", True, f"I write <tool_call> now.</think>{REAL}", "I write <tool_call> now.</think>", TWO),
     ("hermes", False, ASIDES + REAL, ASIDES, TWO),
-    ("hermes", False, f"So. <think>hm {REAL}", f"So. <think>hm {REAL}", []),
+    ("hermes", False, f"\n<think>hm {REAL}", f"<think>hm {REAL}", []),
     ("hermes", True, f"hm {REAL}", f"hm {REAL}", []),
     ("hermes", True, "hm</think>4", "hm</think>4", []),
     ("hermes", False, "<think>\n\n</think>\n\n" + REAL, "<think>\n\n</think>", TWO),
@@ -438,28 +338,16 @@ def test_a_thought_has_no_calls(form, thinks, text, content, calls):
     assert parse_calls(text, form, SCHEMAS, thinks) == (content, calls)
 
 
-INLINE = [
-    ('<number>{"a":1}</number>', call("number", a=1)),
-    ('<number>{"a": 1, "b": "y"}</number>', call("number", a=1, b="y")),
-    ("<named>a b</named>", call("named", query="a b")),
-    ('<named>{"top": 5, "query": "q"}</named>', call("named", query="q", top=5)),
-    ('<named>{"other": 5}</named>', call("named", query='{"other": 5}')),
-    ("<named>{}</named>", call("named", query="{}")),
-]
-
-
-@pytest.mark.parametrize("text, expected", INLINE)
-def test_the_text_of_a_tag_is_the_required_argument_or_all_arguments(text, expected):
-    assert parse_calls(text, "inline", [schema_of(number), schema_of(named)])[1] == [expected]
-
-
-def test_a_text_for_a_number_is_an_error():
-    [bad] = parse_calls("<number>five</number>", "inline", [schema_of(number)])[1]
-    assert "a call must be a JSON object" in bad["error"]
-
-
 DEEP = '{"name": "f", "arguments": {"a": ' + "[" * 50_000
 BAD = ["", "{", "x", "[]", "1", '"f"', "{}", '{"name": "f"}', '{"name": 1, "arguments": {}}', DEEP]
+BAD += [
+    f"{F}{ARGS}}}}}",
+    f"[{F}{ARGS}}}]",
+    f"{F}{json.dumps(ARGS)}}}",
+    "{'name': 'calc', 'arguments': {}}",
+    f"{F}{ARGS},}}",
+]
+BAD += ["<function=calc><parameter=expression>1+1</parameter></function>", '{"name": "f", "arguments": {"a": "\\d"}}']
 BAD += ['{"name": "f", "arguments": []}', '{"name": "f", "arguments": "[]"}', '{"name": null, "arguments": {}}']
 BAD += ['{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": {}} {}', '{"name": "f", "arguments": {}} x']
 BAD += [
@@ -476,7 +364,7 @@ def test_a_call_that_cannot_be_read_gets_an_answer(block):
     text, failed = call_tool(TOOLS, calls[0], 5)
     assert failed and "a call must be a JSON object" in text
     assert parse_calls(block, "llama", SCHEMAS) == (block.strip(), [])
-    for name in ("increment", "every"):
+    for name in ("increment", "every", "number"):
         [bad] = parse_calls(f"<{name}>{block}x</{name}>", "inline", SCHEMAS)[1]
         assert bad["error"] == calls[0]["error"]
 
@@ -516,24 +404,18 @@ def leave():
     raise SystemExit("bye")
 
 
-class Unprintable:
-    def __str__(self):
-        raise ValueError("no text")
-
-
 async def later(a):
     await asyncio.sleep(0.01)
     return a
 
 
 FUNCTIONS = dict(ok=ok, fail=fail, leave=leave, later=later)
-FUNCTIONS |= dict(none=lambda: None, text=lambda: "a\n", big=lambda: "x" * 10**7, unprintable=Unprintable)
+FUNCTIONS |= dict(none=lambda: None, text=lambda: "a\n", big=lambda: "x" * 10**7)
 CALLS = [
     (call("ok", a=1), "[1, 0]", False),
     (call("none"), None, False),
     (call("text"), "a\n", False),
     (call("later", a=5), "5", False),
-    (call("unprintable"), "{'error': 'no text'}", True),
     (call("fail", a=1), str({"error": "x" * 500}), True),
     (call("leave"), "{'error': 'bye'}", True),
     (call("ok"), str({"error": "ok() missing 1 required positional argument: 'a'"}), True),
@@ -547,14 +429,7 @@ def test_what_a_call_answers(tool_call, text, failed):
     assert call_tool(FUNCTIONS, tool_call, 10) == (text, failed)
 
 
-ENDS = [
-    PanicException("a"),
-    KeyboardInterrupt(),
-    SystemExit(3),
-    GeneratorExit("a"),
-    asyncio.CancelledError(),
-    Wordless(),
-]
+ENDS = [PanicException("a"), SystemExit(3), GeneratorExit("a"), asyncio.CancelledError()]
 
 
 @pytest.mark.parametrize("error", ENDS, ids=repr)
@@ -581,20 +456,6 @@ def test_no_exception_of_a_tool_ends_the_run(error, kind):
             calls = [call("f"), call("ok", a=1), call("later", a=5)]
             answers = [pool.submit(call_tool, functions, each, 10).result() for each in calls]
             assert answers == [(said, True), ("[1, 0]", False), ("5", False)]
-
-
-class Endless:
-    def __str__(self):
-        while True:
-            time.sleep(0.001)
-
-
-@pytest.mark.parametrize("in_a_thread", [False, True])
-def test_a_result_whose_text_never_ends_is_late(in_a_thread):
-    with ThreadPoolExecutor(1) as pool:
-        run = (lambda *arguments: pool.submit(call_tool, *arguments).result()) if in_a_thread else call_tool
-        late = ("{'error': 'f took longer than 0.1 seconds'}", True)
-        assert run(dict(f=Endless), call("f"), 0.1) == run(dict(f=lambda: Endless()), call("f"), 0.1) == late
 
 
 def test_a_tool_that_changes_its_arguments_does_not_change_the_transcript():
@@ -624,22 +485,33 @@ def test_coroutines_share_a_loop():
     assert len(loops) == 1 and not loops.pop()[1]
 
 
+class Endless:
+    def __str__(self):
+        while not over.wait(0.001):
+            pass
+        return "late"
+
+
+over = threading.Event()  # what no thread can stop ends with the test
+
+
 @pytest.mark.parametrize("in_a_thread", [False, True])
 def test_a_tool_that_is_late(in_a_thread):
-    """The answer comes in time, what the tool returns later changes nothing, and it does not go on."""
-    ended, seen = threading.Event(), []
-
-    def busy():
-        try:
-            while True:
-                seen.append(1) if len(seen) < 10 else None
-        finally:
-            ended.set()
+    """The answer comes in time, also if the text of a result is late. A coroutine and the main thread do not go on."""
+    ended = threading.Event()
+    over.clear()
 
     def stubborn():
         with suppress(Exception):
-            time.sleep(0.2)
+            over.wait(0.5)
         return "late"
+
+    def busy():
+        try:
+            while not over.is_set():
+                pass
+        finally:
+            ended.set()
 
     async def hang():
         try:
@@ -649,8 +521,9 @@ def test_a_tool_that_is_late(in_a_thread):
 
     with ThreadPoolExecutor(1) as pool:
         run = (lambda *arguments: pool.submit(call_tool, *arguments).result()) if in_a_thread else call_tool
-        for function in (busy, stubborn, hang):
+        for function, stops in {stubborn: False, Endless: False, busy: not in_a_thread, hang: True}.items():
             ended.clear()
             assert run({"f": function}, call("f"), 0.1) == ("{'error': 'f took longer than 0.1 seconds'}", True)
-            assert function is stubborn or ended.wait(5)
+            assert ended.wait(5) or not stops
+            over.set() if function is busy else None
         assert run(FUNCTIONS, call("later", a=1), 10) == ("1", False)
