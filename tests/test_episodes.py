@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import grpo
-from data.episodes import CUT, LONGEST_TOKEN, EpisodeOptions, Episodes, as_text, make_toolbox
+from data.episodes import CUT, LONGEST_TOKEN, Episodes, as_text, make_toolbox
 from helpers.episodes import CHATS, call, hermes, sampled, says, tool_of
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
@@ -200,7 +200,7 @@ def chats(folders):
 
 def talk(monkeypatch, tokenizer, *turns, prompt=QUESTION, longest=300, functions=None, **options):
     """-> (the messages of one completion with these turns, its Rollouts, the Episodes)"""
-    toolbox = make_toolbox(EpisodeOptions(**dict(tools=["calc"]) | options), tokenizer, functions or {})
+    toolbox = make_toolbox(GRPOSettings(**dict(tools=["calc"]) | options), tokenizer, functions or {})
     episodes = Episodes(toolbox, tokenizer, [dict(prompt=prompt)], 1)
     rollouts = sampled(monkeypatch, tokenizer, episodes, [turns], longest)
     [completion] = episodes.finish(rollouts)
@@ -301,7 +301,7 @@ def test_a_turn_may_end_with_any_of_the_stop_tokens(which, tmp_path, monkeypatch
 def test_an_inline_call_of_any_tool_ends_a_turn_in_any_row(chats, monkeypatch):
     """Beside rows of chats, which call otherwise, and beside the run's stop string."""
     tokenizer = chats["hermes"]
-    options = EpisodeOptions(tools=["calc", "search"])
+    options = GRPOSettings(tools=["calc", "search"])
     toolbox = make_toolbox(options, tokenizer, dict(search=search))
     rows = [dict(prompt="How much? "), dict(prompt=QUESTION)]
     episodes = Episodes(toolbox, tokenizer, rows, 3, stop_string="END")
@@ -539,7 +539,7 @@ def made_of(reset, **methods):
 
 
 def episodes_of(tokenizer, environment, rows, k=1, **options):
-    toolbox = make_toolbox(EpisodeOptions(environment="E", **options), tokenizer, dict(E=environment))
+    toolbox = make_toolbox(GRPOSettings(environment="E", **options), tokenizer, dict(E=environment))
     return Episodes(toolbox, tokenizer, rows, k)
 
 
@@ -566,14 +566,14 @@ def test_an_environment_without_tools_leaves_the_prompt_as_it_is(tmp_path):
     """Llama 3.1's template writes other prompts wherever there is a list of tools, even an empty one."""
     _, tokenizer = tooled(tmp_path, "llama3.1")
     before = tokenizer.encode_prompt(QUESTION)
-    make_toolbox(EpisodeOptions(environment="E"), tokenizer, dict(E=Simulator))
+    make_toolbox(GRPOSettings(environment="E"), tokenizer, dict(E=Simulator))
     assert tokenizer.encode_prompt(QUESTION) == before
 
 
 def test_an_environment_is_made_once_and_reset_for_each_episode(chats):
     made = []
     kind = made_of(lambda self, **columns: made.append(self))
-    toolbox = make_toolbox(EpisodeOptions(environment="E"), chats["hermes"], dict(E=kind))
+    toolbox = make_toolbox(GRPOSettings(environment="E"), chats["hermes"], dict(E=kind))
     for rows in (2, 1, 3):
         episodes = Episodes(toolbox, chats["hermes"], [dict(prompt="a")] * rows, 2)
         assert episodes.columns()["environments"] == toolbox.environments[: 2 * rows]

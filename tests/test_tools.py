@@ -12,10 +12,11 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from data.episodes import Episode, EpisodeOptions, make_toolbox
+from data.episodes import Episode, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
 from helpers.episodes import call, hermes, tool_of
 from helpers.errors import PanicException
+from settings import GRPOSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
@@ -149,17 +150,17 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
             load_tools(specs)
         assert message in str(error.value)
     tokenizer = get_tokenizer("bytes")
-    assert make_toolbox(EpisodeOptions(environment="snug_test_tools:Game"), tokenizer).schemas == []
-    toolbox = make_toolbox(EpisodeOptions(environment="Counter"), tokenizer, {"Counter": Counter})
+    assert make_toolbox(GRPOSettings(environment="snug_test_tools:Game"), tokenizer).schemas == []
+    toolbox = make_toolbox(GRPOSettings(environment="Counter"), tokenizer, {"Counter": Counter})
     assert toolbox.make_environment is Counter
     with pytest.raises(SnugError, match="^tools: environment=Counter has a method add, too; rename one$"):
         make_toolbox(
-            EpisodeOptions(tools=["add"], environment="Counter"),
+            GRPOSettings(tools=["add"], environment="Counter"),
             tokenizer,
             {"Counter": Counter, "add": tool_of("add", lambda: 1)},
         )
     with pytest.raises(SnugError, match="environment='Game': write module:Class"):
-        make_toolbox(EpisodeOptions(environment="Game"), tokenizer)
+        make_toolbox(GRPOSettings(environment="Game"), tokenizer)
 
 
 def test_methods_of_an_environment():
@@ -446,7 +447,7 @@ def test_no_exception_of_a_tool_ends_the_run(error, kind):
     said = str({"error": getattr(error, "code", 0) and "3" or (error.args and "a") or type(error).__name__})
     with ThreadPoolExecutor(1) as pool:
         if kind == "reply":
-            toolbox = make_toolbox(EpisodeOptions(environment="Counter"), get_tokenizer("bytes"), {"Counter": Counter})
+            toolbox = make_toolbox(GRPOSettings(environment="Counter"), get_tokenizer("bytes"), {"Counter": Counter})
             toolbox.environments[0].reply = fail
             episode = Episode(toolbox, dict(prompt="a"), toolbox.environments[0])
             with pytest.raises(SnugError, match="^environment Counter.reply raised"):
