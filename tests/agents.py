@@ -88,10 +88,7 @@ def f(text: str) -> str:
 class Game:
     """Asks once more after the first turn without a call."""
 
-    resets = 0
-
     def reset(self, start, **columns):
-        Game.resets += 1
         self.start, self.asked = start, False
         return f"{start}?"
 

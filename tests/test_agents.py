@@ -1,6 +1,5 @@
 """Whole runs with tools and environments: logs, evaluations, bad tools, several processes, kills, memory."""
 
-import dataclasses
 import json
 import os
 import random
@@ -20,7 +19,7 @@ from data.tools import parse_calls, schema_of
 from evaluate import prepare_evaluation, run_evaluation
 from helpers import HOME
 from helpers.models import DEVICE
-from helpers.runs import assert_same_weights, figures, told
+from helpers.runs import assert_same_weights, told
 from padded import a_few, padded
 from runs import loading
 from runs.checkpoint import newest
@@ -134,32 +133,6 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
     summary, samples = evaluated(settings.out_dir, tools=[])
     assert summary["settings"]["tools"] == [] and "messages" not in samples[0]
     assert all(isinstance(sample["completion"], str) for sample in samples)
-
-
-def test_the_sampler_shows_turns(run):
-    options = SampleSettings(num_samples=60)
-    prompt, texts = complete(options, set(), loading.load_run(run.out_dir, DEVICE))
-    assert prompt.endswith("?") and len(texts) == 60
-    shown = "\n".join(texts)
-    assert "  user: ?" in shown and "\n  f: " in shown and '  -> f({"text": "' in shown
-    options = dataclasses.replace(options, max_turns=1)
-    _, texts = complete(options, {"max_turns"}, loading.load_run(run.out_dir, DEVICE))
-    assert "  user: ?" not in "\n".join(texts)
-
-
-def test_a_first_text_that_is_too_long_is_one_line(tmp_path):
-    """No plan knows it before. max_prompt_length cuts the prompt."""
-
-    class Talks(agents.Game):
-        def reset(self, **columns):
-            return super().reset(**columns) + "7" * 50
-
-    settings = settings_of(tmp_path, environment="E", max_iters=1)
-    with pytest.raises(SnugError, match="a prompt of 55 tokens . max_new_tokens=40 is longer than block_size=64"):
-        grpo.main(prepare(settings, functions=dict(E=Talks)))
-    cut = dataclasses.replace(settings, max_prompt_length=24)
-    grpo.main(prepare(cut, functions=dict(E=Talks)))
-    assert {sample["prompt"] for sample in samples_of(cut.out_dir)} == {"7" * 24}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,35 +297,6 @@ def test_two_processes_have_the_episodes_of_one(found):
     for sample in samples_of(found / "whole"):  # selected groups keep their episodes
         check_messages(sample, tokenizer)
         assert sample["rewards"]["Game"] == sample["columns"]["start"] / 10
-
-
-@cpu_only
-def test_an_out_of_memory_in_a_rollout_plays_the_episodes_again(tmp_path, monkeypatch):
-    """With fewer slots, and environments that are reset again: the same result. In float64, to 1e-9."""
-    outs, resets, real = [], [], sample_groups
-    for fails in (False, True):
-        failed = []
-
-        def sampled(*arguments, fails=fails, failed=failed, **options):
-            rollouts = real(*arguments, **options)
-            if fails and not failed:
-                failed.append(True)
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
-            return rollouts
-
-        monkeypatch.setattr("sample.sample_groups", sampled)
-        monkeypatch.setattr(agents.Game, "resets", 0)
-        settings = settings_of(tmp_path, str(fails), eval_prompts=0, max_iters=2)
-        settings.param_dtype = settings.optimizer_dtype = "float64"
-        grpo.main(prepare(settings))
-        outs.append(settings.out_dir)
-        resets.append(agents.Game.resets)
-    assert resets == [2 * 16, 3 * 16]
-    assert "going on with max_rollout_batch=8" in Path(outs[1], "log.txt").read_text()
-    assert samples_of(outs[0]) == samples_of(outs[1])
-    for our, their in zip(*map(figures, outs), strict=True):
-        assert our == {key: pytest.approx(value, abs=1e-6) for key, value in their.items()}
-    assert_same_weights(*outs, 1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from runs.evaluation import prepare_evaluation
 from runs.loading import load_run
 from runs.notes import notes
 from runs.prepare import prepare
-from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, SampleSettings
 from snug.options import make_settings
 
 USER = dict(role="user", content="2+3=")
@@ -81,12 +81,6 @@ def test_a_template_that_describes_tools_needs_no_word(tmp_path):
     model = str(make_chat_model(tmp_path / "hermes", HERMES))
     assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, chat=True, tools=["calc"])))) == []
     assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, tools=["calc"])))) == [TEMPLATE, TOOLS]
-
-
-def test_sft_learns_the_assistants_message_and_says_nothing_of_it(tmp_path, model):
-    options = options_of(tmp_path, model, prompt=[USER, ASSISTANT], first=[USER, ASSISTANT], chat=True)
-    del options["beta"], options["max_new_tokens"]
-    assert notes(prepare(SFTSettings(**options))) == []
 
 
 def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):

@@ -5,14 +5,12 @@ import re
 import subprocess
 import sys
 import termios
-import time
 from contextlib import suppress
 
 import pytest
 
 from helpers import HOME
 from helpers.models import make_chat_model, make_flat_model
-from runs.log import read_log
 from sample import sample_groups
 from snug.options import progress
 from snug.options.progress import PHASES, counted, phase, say, shown, speak
@@ -229,66 +227,3 @@ def test_a_terminal_has_the_bar_a_pipe_has_the_lines(folder, console):
     assert "starting" not in text and "micro-batches" not in text and "left)" not in text
     if console == "pipe":
         assert lines == "starting\n" and "\x1b" not in child.stdout.read()
-
-
-PRINTS = """
-from snug.options.progress import counted, phase, say
-with phase("GRPO", 3, "iterations") as bar, phase("reward"):
-    print("hello")
-    print("a", end="")
-    print("b", flush=True)
-    say("iter 0")
-    for _ in counted([1], "prompts"):
-        print("two\\nlines")
-    print("no end", end="")
-print("after")
-"""
-
-
-def screen(text):
-    """What a terminal shows: rows of text, without the escape codes that move the cursor over empty rows."""
-    rows, column = [""], 0
-    for char in re.sub(r"\x1b\[\w", "", text):
-        if char == "\n":
-            rows.append("")
-        elif char != "\r":
-            rows[-1] = rows[-1][:column].ljust(column) + char + rows[-1][column + 1 :]
-        column = 0 if char in "\r\n" else column + 1
-    return [row.rstrip() for row in rows]
-
-
-@pytest.mark.parametrize("console", ["terminal", "pipe"])
-def test_what_a_reward_function_prints_is_above_the_bar(console):
-    import pty
-
-    main, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (40, 80))
-    out = subprocess.PIPE if console == "pipe" else terminal
-    child = subprocess.Popen([sys.executable, "-c", PRINTS], cwd=HOME, stdout=out, stderr=terminal)
-    os.close(terminal)
-    seen, printed = b"", child.stdout and child.stdout.read().decode()
-    with suppress(OSError):
-        while data := os.read(main, 65536):
-            seen += data
-    said = ["hello", "ab", "iter 0", "two", "lines", "no endafter"]
-    if console == "pipe":
-        assert printed.split("\n") == [*said, ""] and "hello" not in seen.decode()
-    else:
-        assert [row for row in screen(seen.decode()) if row and "%" not in row] == said
-        assert b"GRPO" in seen and b"reward" in seen
-    assert child.wait() == 0
-
-
-@pytest.mark.long
-def test_a_pipe_whose_reader_is_gone_ends_neither_a_run_nor_an_evaluation(folder):
-    for name, line in dict(
-        run=QUICK + "gone", evaluation=COMMANDS["evaluate"][0] + " --samples_file=gone.jsonl"
-    ).items():
-        with gated([], line, folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            assert child.stdout.readline() == "starting\n", name
-            child.stdout.close()
-            time.sleep(0.5)  # by then the thread has met the closed pipe
-            errors = child.communicate()[1]
-            assert child.returncode == 0 and not errors, name
-    assert len(read_log(folder / "gone")) == 30 and (folder / "gone.jsonl").exists()
-    assert "warning: the console failed (BrokenPipeError" in (folder / "gone/log.txt").read_text()

@@ -164,14 +164,6 @@ def test_limits():
         assert values(box, *(("execute", code.format(size)) for size in (256, 768))) == [1, None]
 
 
-@LINUX
-def test_it_starts_below_a_limit_of_the_address_space():
-    code = "from data.tools import load_tools, python; load_tools(['python']); print(python('print(1)'))"
-    limited = f'ulimit -v 2000000; exec {sys.executable} -c "{code}"'
-    done = subprocess.run(["sh", "-c", limited], cwd=HOME, capture_output=True, text=True)
-    assert done.stdout.strip() == "1", done.stderr
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_root_becomes_nobody(monkeypatch):
     """If nobody can read what was imported: /usr/bin/python3 and these files. Otherwise it stays root."""
