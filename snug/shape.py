@@ -67,8 +67,6 @@ class GPTConfig:
             n_kv_head=self.n_head,
             head_size=self.n_embd // self.n_head,
             n_hidden=-(-self.n_embd * 8 // 24) * 8 if gated else 4 * self.n_embd,
-            # Checkpoints of earlier versions have only the number.
-            rope_type="llama3" if self.rope_original_block_size else "",
         )
         for name, value in derived.items():
             if not getattr(self, name):
@@ -82,8 +80,6 @@ class GPTConfig:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if low >= high:
             raise ValueError(f"rope_low_freq_factor={low} must be below rope_high_freq_factor={high}")
-        if self.n_layer > 9999:  # a file's number, before there is a list of its tensors
-            raise ValueError(f"n_layer={self.n_layer} is more than 9999")
         size, longest = self.rotary_size, self.rope_original_block_size
         if self.position != "rotary":
             return

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,8 +124,8 @@ def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path,
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
 
     def set_clock(day):
-        clock = type("Clock", (datetime,), dict(now=classmethod(lambda cls: cls(2031, 2, day, 23, 59))))
-        monkeypatch.setattr(tokenizer, "datetime", clock)
+        clock = type("Clock", (date,), dict(today=classmethod(lambda cls: cls(2031, 2, day))))
+        monkeypatch.setattr(tokenizer, "date", clock)
 
     def text_of(ours):
         return ours.decode(ours.encode_prompt([{"role": "user", "content": "Hi"}]))

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,7 +39,7 @@ from helpers.tokenizers import (
     user,
 )
 from snug.options import SnugError
-from snug.tokenizer import END_OF_TEXT, FILES, chat, get_tokenizer
+from snug.tokenizer import END_OF_TEXT, FILES, get_tokenizer
 
 BYTES = get_tokenizer("bytes")
 
@@ -274,39 +273,6 @@ def test_files_that_are_no_tokenizer(tmp_path, said):
     assert "\n" not in str(error.value)
 
 
-def replace(content, **pattern):
-    return dict(type="Replace", pattern=pattern, content=content)
-
-
-def sequence(*parts, name="normalizers"):
-    return {"type": "Sequence", name: list(parts)}
-
-
-ENDLESS = {  # part of tokenizer.json: what makes texts longer and longer
-    "doubled": dict(normalizer=sequence(*[replace("aa", String="a")] * 8)),
-    "a sequence in a sequence": dict(
-        normalizer=sequence(sequence(replace("x" * 60, Regex="a|b")), replace("xx", String="x"))
-    ),
-    "between all": dict(normalizer=sequence(*[replace("x", Regex="")] * 30)),
-    "decoded": dict(decoder=sequence(*[replace("aa", String="a")] * 40, name="decoders")),
-    "at once": dict(normalizer=replace("x" * 102, String="")),
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_replacements_that_make_a_text_ever_longer_are_one_line(name, tmp_path):
-    with pytest.raises(SnugError, match=f"{tmp_path}: has no .* times as long; at most 100") as error:
-        get_tokenizer(folder_of(tmp_path, small() | ENDLESS[name]))
-    assert "\n" not in str(error.value)
-
-
-def test_usual_replacements_are_read(tmp_path):
-    """As of Llama, Albert and Gemma; a hundred times as long is the most."""
-    parts = replace("▁", String=" "), replace(" ", Regex=" {2,}"), replace('"', String="``"), dict(type="NFKC")
-    for normalizer in (sequence(*parts), replace("x" * 100, String="a"), replace("▁", String=" "), None):
-        get_tokenizer(folder_of(tmp_path, small() | dict(normalizer=normalizer)))
-
-
 def test_a_rule_of_cutting_that_never_ends_is_one_line(tmp_path):
     """In Rust it is a panic, as soon as a text has it."""
     split = dict(type="Split", pattern=dict(Regex="(a+)+$"), behavior="Isolated", invert=False)
@@ -442,59 +408,6 @@ def test_templates_that_fail_or_reach_for_python(tmp_path, source):
     with pytest.raises(SnugError, match="the chat template fails .[A-Z]") as error:
         rendered(tmp_path, source)
     assert "\n" not in str(error.value)
-
-
-LATE = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{% endfor %}{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("source", LATE)
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_template_that_never_ends_is_one_line(source, thread, tmp_path, monkeypatch):
-    """Also in another thread, where tools are answered; the thread goes on."""
-    monkeypatch.setattr(chat, "SECONDS", 0.2)
-
-    def work():
-        with pytest.raises(SnugError, match=f"{tmp_path}: the chat template fails .TimeoutError") as error:
-            rendered(tmp_path, source)
-        assert "\n" not in str(error.value)
-        return sum(range(10))
-
-    with ThreadPoolExecutor(1) as pool:
-        assert (pool.submit(work).result() if thread else work()) == 45
-
-
-def test_a_late_template_whose_first_exception_is_swallowed_ends_too(tmp_path, monkeypatch):
-    """Python drops an exception that comes within a finalizer."""
-    monkeypatch.setattr(chat, "SECONDS", 0.1)
-    swallowed = []
-    with pytest.raises(TimeoutError), chat.in_time():
-        while True:
-            try:
-                while True:
-                    time.sleep(0.01)
-            except TimeoutError:
-                if swallowed:
-                    raise
-                swallowed.append(1)
-
-
-def test_a_template_in_time_leaves_no_alarm(tmp_path, monkeypatch):
-    before = threading.active_count()
-    assert rendered(tmp_path, "{{ messages[0].content }}!")
-    monkeypatch.setattr(chat, "SECONDS", 0.05)
-    assert rendered(tmp_path, "{{ messages[0].content }}!")
-    time.sleep(0.1)
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("source", ["{{ 9 ** 9 ** 9 }}", "{% set a = 9 %}{{ a ** a ** a ** a }}"])
-def test_a_template_has_no_powers(source, tmp_path):
-    with pytest.raises(SnugError, match="the chat template fails .TemplateError: powers are not supported"):
-        rendered(tmp_path, source)
 
 
 # -----------------------------------------------------------------------------

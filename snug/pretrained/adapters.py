@@ -11,7 +11,6 @@ Tests: pytest tests/test_adapters.py tests/test_nf4.py
 """
 
 import json
-import re
 from pathlib import Path
 
 from snug.options import SnugError, in_one_line
@@ -57,30 +56,27 @@ def find_base(folder: Path, weights: bool = True):
         read_config(base)
     file = folder / FILE
     with in_one_line(f"{file} does not fit {path.name} and {base}"):
-        check_tensors(file, config.values, base, rank)
+        check_tensors(file, base, rank)
     return base, rank, file, scale
 
 
-def check_tensors(file: Path, config: dict, base: Path, rank: int):
-    """Raises SnugError unless the file has A and B of each matrix that PEFT would adapt, and nothing else."""
-    theirs, found, needed = adapters_in(file), {}, {}
+def check_tensors(file: Path, base: Path, rank: int):
+    """Raises SnugError unless the file has A and B of matrices of the base, and nothing else."""
+    found, needed = {}, {}
     with opened(file) as tensors:
-        for ours, name in theirs.items():
+        for ours, name in adapters_in(file).items():
             part = tensors.get_slice(name)
             dtype = part.get_dtype()
             found[ours] = tuple(part.get_shape()) if dtype in TYPES else dtype
-    for entry, module in matrices(base, read_shape(base)):
+    for entry, _ in matrices(base, read_shape(base)):
         pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
-        # A file may have the names of an older version of transformers.
-        name = theirs.get(pair[0], f"{PEFT}{module}.lora_A.weight")
-        wanted = is_target(config, name[len(PEFT) : -len(".lora_A.weight")])
-        if found.keys() & pair if wanted is None else wanted:
+        if found.keys() & pair:
             rows, columns = entry.shape[::-1] if entry.transposed else entry.shape
             needed |= zip(pair, ((rank, columns), (rows, rank)), strict=True)
     odd = [name for name in needed | found if found.get(name) != needed.get(name)]
     if odd:
-        was, size = found.get(odd[0], "missing"), needed.get(odd[0], "no place")
-        raise SnugError(f"{len(odd)} tensors, such as {odd[0]}: {was}, needed: {size}")
+        is_there, size = found.get(odd[0], "missing"), needed.get(odd[0], "no place")
+        raise SnugError(f"{len(odd)} tensors, such as {odd[0]}: {is_there}, needed: {size}")
 
 
 def matrices(base: Path, shape: dict):
@@ -92,16 +88,6 @@ def matrices(base: Path, shape: dict):
             if "text_config" in config:
                 name = name.replace("model.", "model.language_model.", 1)
             yield entry, name
-
-
-def is_target(config: dict, module: str) -> bool | None:
-    """Does PEFT adapt it? None: its defaults or a choice of layers say so, which are not read here."""
-    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
-    if targets in (None, "all-linear") or layers not in (None, []) or config.get("exclude_modules"):
-        return None
-    if isinstance(targets, str):
-        return bool(re.fullmatch(targets, module))
-    return any(f".{module}".endswith(f".{name}") for name in targets)
 
 
 def save_adapters(model, folder: str | Path, base: str | Path, settings):

@@ -87,8 +87,8 @@ def note(text: str):
 
 
 def sizes(c, names, **optional):
-    """-> {GPTConfig's name: value}. optional: what a value is where the file has none; others are counts."""
-    kinds = {ours: type(optional.get(ours, 0)) for ours in names}
+    """-> {GPTConfig's name: value}. optional: what a value is where the file has none."""
+    kinds = GPTConfig.__annotations__
     return {ours: c.get(theirs, kinds[ours], optional.get(ours)) for ours, theirs in names.items()}
 
 
@@ -109,7 +109,10 @@ def llama_shape(c, family: str) -> dict:
     may_have = {*FAMILIES[family].get("may_have", ())}
     interval = c.get("no_rope_layer_interval", int, 0)
     shape["nope_every"] = period(c, "no_rope_layers", (1, 0), interval)
-    shape |= windows(c)
+    interval = c.get("sliding_window_pattern", int, 0)
+    every = period(c, "layer_types", ("sliding_attention", "full_attention"), interval)
+    if window := c.get("sliding_window", int, 0):
+        shape |= dict(sliding_window=window, full_every=every)
     if "embedding_scale" in may_have:
         shape["embedding_scale"] = shape["n_embd"] ** 0.5
         shape["query_scale"] = (shape["head_size"] / c.get("query_pre_attn_scalar", int)) ** 0.5
@@ -118,16 +121,6 @@ def llama_shape(c, family: str) -> dict:
         if shape[name] != DEFAULTS[name]:
             raise SnugError(f"{c.path}: a {family} with {name}={shape[name]!r:.40} is not supported")
     return shape
-
-
-def windows(c) -> dict:
-    window, interval = c.get("sliding_window", int, 0), c.get("sliding_window_pattern", int, 0)
-    every = period(c, "layer_types", ("sliding_attention", "full_attention"), interval)
-    if window:
-        return dict(sliding_window=window, full_every=every)
-    if c.values.get("layer_types") and every != 1:
-        raise SnugError(f"{c.path}: layer_types has windows, but there is no sliding_window")
-    return {}
 
 
 def period(c, name: str, kinds: tuple, interval: int) -> int:
@@ -219,44 +212,31 @@ def config_of(c, dtype: str):
         config["activation_function"] = "gelu_new"
     else:
         config |= llama_config(c, FAMILIES[family].get("may_have", ())) | rope_config(c)
-    again = behaviour(GPTConfig(**shape_of(Fields(json.loads(json.dumps(config)), family))))
-    if other := [f"{k}={v}" for k, v in behaviour(c).items() if v != again[k]]:
+    again = vars(GPTConfig(**shape_of(Fields(json.loads(json.dumps(config)), family))))
+    again |= dict(vocab_size=c.vocab_size, n_vocab=c.n_vocab)
+    if family == "gpt2":  # it gets biases of 0
+        again["bias"] = c.bias
+    if other := [f"{name}={value}" for name, value in vars(c).items() if value != again[name]]:
         raise SnugError(f"a {family}, the nearest architecture, cannot have {', '.join(other):.300}")
     return config
 
 
 def llama_config(c, may_have) -> dict:
     config = dict(pad_token_id=None)  # transformers' own may be no token of this model
-    layers = range(c.n_layer)
     if c.mlp == "geglu":
         config["hidden_activation"] = "gelu_pytorch_tanh"
         config["query_pre_attn_scalar"] = round(c.head_size / c.query_scale**2)
     else:
         config["hidden_act"] = "silu"
-    # Classes have windows of their own where a file says nothing; those with two kinds of layers want a number.
+    # Classes have windows of their own where a file says nothing.
     if "sliding_window" in may_have:
-        config["sliding_window"] = c.sliding_window or (
-            c.block_size if "full_every" in may_have else None
-        )
+        config["sliding_window"] = c.sliding_window or None
     if "full_every" in may_have:
-        config["layer_types"] = [
-            "sliding_attention" if c.slides(i) else "full_attention" for i in layers
-        ]
+        kinds = "full_attention", "sliding_attention"
+        config["layer_types"] = [kinds[c.slides(layer)] for layer in range(c.n_layer)]
     if c.nope_every:
-        config["no_rope_layers"] = [int(c.rope(layer) != "") for layer in layers]
+        config["no_rope_layers"] = [int(c.rope(layer) != "") for layer in range(c.n_layer)]
     return config
-
-
-def behaviour(c) -> dict:
-    """What an export keeps of a shape: windows and positions layer by layer, no sizes of vocabularies. A GPT-2 has
-    biases."""
-    layers, gpt2 = range(c.n_layer), c.position == "learned"
-    ropes = [c.rope(i) for i in layers]
-    result = vars(c) | dict(sliding_window=c.windows, nope_every=ropes)
-    if "sliding" not in ropes:
-        result["rope_sliding_theta"] = 0
-    no_part = ("vocab", "full_every", *(("bias", "rope", "rotary") if gpt2 else ()))
-    return {name: value for name, value in result.items() if not any(part in name for part in no_part)}
 
 
 def rope_config(c) -> dict:

@@ -19,10 +19,9 @@ Tests: tests/test_tokenizer.py.
 
 import hashlib
 import json
-import math
 import threading
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import date
 from itertools import islice
 from pathlib import Path
 
@@ -30,12 +29,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from snug.options import SnugError, in_one_line
-from snug.options.typed import Fields
 from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
-MOST_GROWTH = 100  # of a text, by a file's replacements one after the other
 DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
 FILES = (
     "tokenizer.json",
@@ -229,19 +226,14 @@ def byte_level(name, vocab, merges):
 
 def tokenizer_of(folder, files) -> Tokenizer:
     """A tokenizer.json and the files beside it."""
-    config, generation, model = (read_json(folder / name) for name in (*FILES[1:3], "config.json"))
+    config = read_json(folder / "tokenizer_config.json")
+    generation = read_json(folder / "generation_config.json")
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-    for part in (backend.normalizer, backend.decoder):
-        times = growth(json.loads(part.__getstate__())) if part else 1
-        if times > MOST_GROWTH:
-            raise SnugError(
-                f"tokenizer.json makes a text {times:.0f} times as long; at most {MOST_GROWTH}"
-            )
     backend.no_truncation()
     backend.no_padding()
     probe, names = backend.encode("a"), token_names(config)
     end = backend.token_to_id(names.get("eos_token", ""))
-    eos = model.get("eos_token_id") if end is None else end
+    eos = read_json(folder / "config.json").get("eos_token_id") if end is None else end
     stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
     digest = hashlib.sha256(files["tokenizer.json"]).hexdigest()
     tokenizer = Tokenizer(f"tokenizer.json@{digest[:12]}", backend, stop_tokens)
@@ -258,11 +250,9 @@ def tokenizer_of(folder, files) -> Tokenizer:
         template = files["chat_template.jinja"].decode()
     if template:
         if "strftime_now" in template:
-            today = datetime.now().date().isoformat().encode()
             # A checkpoint keeps the day of its run, so that its prompts stay the same.
-            names["strftime_now"] = datetime.fromisoformat(
-                files.setdefault(DATE, today).decode()
-            ).strftime
+            day = files.setdefault(DATE, str(date.today()).encode())
+            names["strftime_now"] = date.fromisoformat(day.decode()).strftime
         tokenizer.chat = Chat(template, names, tokenizer.special, folder)
         written = tokenizer.special.get(tokenizer.chat.end)
         if written not in (None, *stop_tokens):
@@ -273,18 +263,6 @@ def tokenizer_of(folder, files) -> Tokenizer:
         files["generation_config.json"] = json.dumps(generation, indent=1).encode()
     tokenizer.files = files
     return tokenizer
-
-
-def growth(part: dict) -> float:
-    """A normalizer or decoder -> how many times as long its replacements may make a text."""
-    if part["type"] == "Sequence":
-        return math.prod(map(growth, part.get("normalizers") or part.get("decoders") or ()))
-    if part["type"] != "Replace":
-        return 1
-    text, size = part["pattern"].get("String"), len(part["content"])
-    return (
-        max(1, size / len(text)) if text else 1 + size
-    )  # a regular expression may fit between characters
 
 
 def stop_ids(backend, values):
@@ -303,14 +281,10 @@ def stop_ids(backend, values):
 def read_json(file):
     """-> the object in that file, empty if there is no such file."""
     with in_one_line(f"{file} is not JSON"):
-        return Fields(json.loads(file.read_bytes()) if file.is_file() else {}, file).values
+        return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 def token_names(config):
     """A tokenizer_config.json -> {"eos_token": "<|endoftext|>", ...}."""
-    names = {}
-    for key, value in config.items():
-        value = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(value, str):
-            names[key] = value
-    return names
+    config = {key: v.get("content") if isinstance(v, dict) else v for key, v in config.items()}
+    return {key: v for key, v in config.items() if key.endswith("_token") and isinstance(v, str)}

@@ -1,7 +1,7 @@
 """Chat messages to one text, by the jinja template that a tokenizer comes with.
 
 The template runs in jinja's sandbox, sees the messages and the names of tokens, and writes what `transformers` would
-get. It has SECONDS for a text, and neither powers nor ranges of more than 100,000 numbers; with memory it is trusted.
+get. It is trusted to end.
 
 Only the template may write special tokens. Where a message's text spells one, BREAK stands between its characters, so
 every special token that the template's text spells is the template's. BREAK is a lone surrogate, which no other text
@@ -12,11 +12,9 @@ Left out: documents, images; breaks in the tool_calls of a message; texts that a
 Tests: tests/test_tokenizer.py.
 """
 
-import ctypes
 import json
 import re
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, cached_property, partial
 
 from jinja2 import TemplateError
@@ -25,7 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from snug.options import SnugError, in_one_line
 
-SECONDS = 5  # a usual text takes a thousandth of one
 BREAK, CUT = "\udffe", "\udffd"
 FRAME = re.compile("<(?=/?(tool_response|tool_call|think)>)")
 # A turn of the assistant that other messages answer. END is a lone surrogate too, so no other text has it.
@@ -112,7 +109,7 @@ class Chat:
         """
         if self.tools and opens:
             _ = self.call_form  # it refuses a form that is not read here
-        with in_one_line(f"{self.folder}: the chat template fails"), in_time():
+        with in_one_line(f"{self.folder}: the chat template fails"):
             text = compiled(self.source).render(
                 self.variables,
                 messages=[*before, *map(self.broken, messages)],
@@ -141,38 +138,11 @@ def well_formed(text):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-@contextmanager
-def in_time():
-    """After SECONDS Python code of this thread gets a TimeoutError, again each second: the first may be swallowed."""
-    done = threading.Event()
-    late = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeoutError)
-
-    def watch():
-        seconds = SECONDS
-        while not done.wait(seconds):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(*late)
-            seconds = 1
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        try:
-            yield
-        finally:
-            done.set()
-    finally:  # the exception may come within the inner one
-        done.set()
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["**"])  # one power may take hours
-
-    def call_binop(self, context, operator, left, right):
-        raise TemplateError("powers are not supported")
-
-
 @cache
 def compiled(source: str):
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
     # jinja's own tojson escapes for HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     return environment.from_string(GENERATION.sub(r"\1with", source))
