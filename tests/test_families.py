@@ -131,9 +131,22 @@ def test_packed_rows_are_padded_ones(pair, way):
         assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, budget, 3), options), oracle)
 
 
-@pytest.mark.parametrize("count, longest", [(2, 24), pytest.param(4, 44, marks=pytest.mark.long)])
-@pytest.mark.parametrize("replies", [False, True])
-def test_the_sampler_is_the_naive_one(pair, count, longest, replies):
+SIZES = pytest.mark.parametrize("size", [(2, 24), pytest.param((4, 44), marks=pytest.mark.long)], ids=str)
+
+
+@SIZES
+@some("phi3 sliding", "gemma3", "olmo3")
+def test_the_sampler_is_the_naive_one_behind_replies(pair, size):
+    """Also where only some layers have a window."""
+    agree_with_naive(pair, *size, replies=True)
+
+
+@SIZES
+def test_the_sampler_is_the_naive_one(pair, size):
+    agree_with_naive(pair, *size)
+
+
+def agree_with_naive(pair, count, longest, replies=False):
     """Ragged prompts, slots that get new sequences, completions behind the window of 12: its ring goes round."""
     model = GPT.from_pretrained(pair[1], dtype="float64")
     prompts, options = [list(range(3, 8)), list(range(40, 62))], dict(seed=1, stop_token=(5, 17, 30))
@@ -160,7 +173,7 @@ def test_an_export_is_the_folder_again(pair, tmp_path):
 
 
 WRITTEN = {  # a case, what changes: the properties that are named, or none
-    "gemma3 without a window": ("gemma3", dict(sliding_window=0, full_every=0), ""),
+    "gemma3 without a window": ("gemma3", dict(sliding_window=0, full_every=0), "sliding_window=0"),
     "gemma3, all layers slide": ("gemma3", dict(full_every=0), ""),
     "gemma3, every third is full": ("gemma3", dict(full_every=3), ""),
     "gemma3, a period longer than the model": ("gemma3", dict(full_every=9), "full_every=9"),
@@ -170,7 +183,11 @@ WRITTEN = {  # a case, what changes: the properties that are named, or none
     "gemma3, one base": ("gemma3", dict(rope_sliding_theta=0.0), "rope_sliding_theta=0.0"),
     "olmo3, all layers slide": ("olmo3", dict(full_every=0), ""),
     "olmo3, other bases": ("olmo3", dict(rope_theta=2e3, rope_sliding_theta=3e2), ""),
-    "olmo3 without a window": ("olmo3", dict(sliding_window=0, full_every=0, rope_sliding_theta=0.0), ""),
+    "olmo3 without a window": (
+        "olmo3",
+        dict(sliding_window=0, full_every=0, rope_sliding_theta=0.0),
+        "sliding_window=0",
+    ),
     "olmo2 with a window": ("olmo2", dict(sliding_window=5), "rope_sliding_theta=0.0"),
     "olmo2 with a window and its base": ("olmo2", dict(sliding_window=5, rope_sliding_theta=1e4), ""),
     "linear positions with a factor of attention": (

@@ -228,9 +228,11 @@ def llama_config(c, may_have) -> dict:
         config["query_pre_attn_scalar"] = round(c.head_size / c.query_scale**2)
     else:
         config["hidden_act"] = "silu"
-    # Classes have windows of their own where a file says nothing.
+    # Classes have windows of their own where a file says nothing; those with two kinds of layers want a number.
     if "sliding_window" in may_have:
-        config["sliding_window"] = c.sliding_window or None
+        config["sliding_window"] = c.sliding_window or (
+            c.block_size if "full_every" in may_have else None
+        )
     if "full_every" in may_have:
         kinds = "full_attention", "sliding_attention"
         config["layer_types"] = [kinds[c.slides(layer)] for layer in range(c.n_layer)]
