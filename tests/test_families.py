@@ -183,11 +183,7 @@ WRITTEN = {  # a case, what changes: the properties that are named, or none
     "gemma3, one base": ("gemma3", dict(rope_sliding_theta=0.0), "rope_sliding_theta=0.0"),
     "olmo3, all layers slide": ("olmo3", dict(full_every=0), ""),
     "olmo3, other bases": ("olmo3", dict(rope_theta=2e3, rope_sliding_theta=3e2), ""),
-    "olmo3 without a window": (
-        "olmo3",
-        dict(sliding_window=0, full_every=0, rope_sliding_theta=0.0),
-        "sliding_window=0",
-    ),
+    "olmo3 without a window": ("olmo3", dict(sliding_window=0, full_every=0, rope_sliding_theta=0.0), ""),
     "olmo2 with a window": ("olmo2", dict(sliding_window=5), "rope_sliding_theta=0.0"),
     "olmo2 with a window and its base": ("olmo2", dict(sliding_window=5, rope_sliding_theta=1e4), ""),
     "linear positions with a factor of attention": (

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import tomllib
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
@@ -212,11 +212,11 @@ def config_of(c, dtype: str):
         config["activation_function"] = "gelu_new"
     else:
         config |= llama_config(c, FAMILIES[family].get("may_have", ())) | rope_config(c)
-    again = vars(GPTConfig(**shape_of(Fields(json.loads(json.dumps(config)), family))))
+    again = asdict(GPTConfig(**shape_of(Fields(json.loads(json.dumps(config)), family))))
     again |= dict(vocab_size=c.vocab_size, n_vocab=c.n_vocab)
     if family == "gpt2":  # it gets biases of 0
         again["bias"] = c.bias
-    if other := [f"{name}={value}" for name, value in vars(c).items() if value != again[name]]:
+    if other := [f"{name}={value}" for name, value in asdict(c).items() if value != again[name]]:
         raise SnugError(f"a {family}, the nearest architecture, cannot have {', '.join(other):.300}")
     return config
 
