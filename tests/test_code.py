@@ -111,17 +111,6 @@ def test_the_program_of_an_answer(tmp_path, row):
         assert {name for name, program in programs.items() if not right(program)} == WRONG.keys()
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
-def test_the_reward_of_an_answer(tmp_path, every):
-    task = task_of(written(tmp_path, [IN_WORDS]), chat=True)
-    [row] = task.prompts("train", [0])
-    names = [name for name in RIGHT if name != "a parameter of types"][::every]
-    completions = [RIGHT[name] for name in names]
-    completions.append([dict(role="assistant", content=completions[0])])
-    wrong = list(WRONG.values())[::every]
-    assert rewards(task, row, completions + wrong)[0] == [1] * len(completions) + [0] * len(wrong)
-
-
 @pytest.mark.parametrize(
     "more",
     ["", "\n\ndef g():\n  oh", "\nclass A", "\n# And", "\nprint(f(", "\nif x:", "\n@a", "\n```", "\n```\nIt adds."],

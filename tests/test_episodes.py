@@ -122,21 +122,6 @@ def test_equals_the_naive_generator(case, every, leave, wait, monkeypatch):
         assert (rollouts.mask == 0).sum() > 150
 
 
-def test_a_reply_without_room_is_not_written():
-    """The turn (. ) ends at token 1: a reply of 6 fits behind it in 8 tokens, one of 7 leaves no token to sample."""
-    model = make_flat_model("llama")
-    with torch.no_grad():
-        model.head.weight[STOP] = 50 * model.norm.weight  # the likeliest by far, or the least likely
-    always = dict(stop_token=tuple(range(16)), seed=1)
-    for length, expected in ((6, 8), (7, 1), (0, 8)):
-        rollouts = sample_groups(model, [[1, 2]], 2, 8, respond=lambda row, ids, n=length: [7] * n, **always)
-        assert rollouts.completion_lengths.tolist() == [expected, expected]
-        assert not rollouts.stopped.any()
-        assert int((rollouts.mask == 0).sum()) == (12 if length == 6 else 0)
-    rollouts = sample_groups(model, [[1, 2]], 2, 1, respond=lambda row, ids: None, **always)
-    assert rollouts.stopped.all() and rollouts.completions() == [[3], [3]]
-
-
 def test_slow_replies_change_nothing_and_are_asked_together():
     """The result does not depend on how long a reply takes, and many rows wait at the same time."""
     model, running, most = make_flat_model("llama", block_size=LONGEST + 8), 0, 0
@@ -441,11 +426,6 @@ def test_the_call_of_the_last_turn_is_not_made(most, calls, chats, monkeypatch):
     assert int(rollouts.completion_lengths[0]) == len(rollouts.mask[0]) and rollouts.mask[0, -1] == 1
 
 
-def test_an_environment_says_no_more_after_max_turns(chats, monkeypatch):
-    options = dict(functions=dict(E=Simulator), tools=[], environment="E", max_turns=1)
-    assert talk(monkeypatch, chats["inline"], "a", "b", **options)[0] == [assistant("a")]
-
-
 @pytest.mark.parametrize("form", CHATS)
 def test_long_results_are_cut(form, chats, monkeypatch):
     """To max_tool_tokens tokens, with a mark. Of 10 MB only what may be needed is encoded."""
@@ -580,21 +560,6 @@ def test_an_environment_is_made_once_and_reset_for_each_episode(chats):
     assert len(made) == 12 and len(set(made)) == 6
 
 
-async def no_text(self, **columns):
-    return None
-
-
-async def a_text(self, **columns):
-    await asyncio.sleep(0)
-    return " 7"
-
-
-def test_reset_may_be_async(chats):
-    for reset, expected in ((no_text, "a"), (a_text, "a 7")):
-        kind = type("Later", (), dict(reset=reset))
-        assert episodes_of(chats["hermes"], kind, [dict(prompt="a")]).rows[0]["prompt"] == expected
-
-
 def raises(self, **columns):
     raise ValueError("no\nserver")
 
@@ -629,14 +594,6 @@ class Unmade:
 def test_an_environment_that_cannot_be_made_is_one_line(chats):
     with pytest.raises(SnugError, match=r"^environment=E: cannot be made .OSError: no server.$"):
         episodes_of(chats["hermes"], Unmade, [dict(prompt="a")])
-
-
-def test_a_reply_that_fails_is_one_line(chats, monkeypatch):
-    options = dict(
-        functions=dict(E=made_of(lambda self, **columns: None, reply=lambda self: None)), tools=[], environment="E"
-    )
-    with pytest.raises(SnugError, match="^environment Made.reply raised TypeError: .*'text'"):
-        talk(monkeypatch, chats["hermes"], "a", **options)
 
 
 @pytest.mark.parametrize("form", ["hermes", "inline", "text"])
