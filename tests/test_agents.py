@@ -70,9 +70,17 @@ def check_messages(sample, tokenizer):
 # A run, and what is done with it
 
 
+@pytest.fixture(scope="module", autouse=True)
+def all_samples():
+    """All completions of an iteration are in samples.jsonl."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.figures.SAMPLES", 16)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Its settings, with all completions among its samples."""
+    """Its settings."""
     options = dict(reward_funcs=["agents:twice", "agents:long"], learning_rate=1e-3)  # it goes on calling
     settings = settings_of(tmp_path_factory.mktemp("agents"), **options)
     grpo.main(prepare(settings))

@@ -198,15 +198,6 @@ def test_temperature_0_samples_once():
     assert "each at temperature" not in table(summary)[0]
 
 
-def test_max_new_tokens_and_max_prompt_length():
-    run = run_settings(max_new_tokens=6, max_prompt_length=2)
-    model, prepared, options = hex_run(P=4, num_samples=1, run=run)
-    summary, samples = run_evaluation(model, prepared, options)
-    assert summary["settings"]["max_new_tokens"] == max(s["length"] for s in samples) == 6
-    cut = with_prompts(lambda rows: [row | {"prompt": row["prompt"][-2:]} for row in rows], P=4, num_samples=1, run=run)
-    assert [s["completion"] for s in samples] == [s["completion"] for s in run_evaluation(*cut)[1]]
-
-
 # -----------------------------------------------------------------------------
 # A run that is asked
 
@@ -400,26 +391,3 @@ def test_a_test_file_is_enough_where_nothing_is_trained(tmp_path):
             prepare(again)
     with pytest.raises(SnugError, match="needs data_file"):
         prepare(replace(settings, data_file=""))
-
-
-def test_a_data_file_that_is_not_the_runs_is_a_warning(tmp_path, capsys):
-    rows, file = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)], tmp_path / "rows.jsonl"
-
-    def write(path, rows):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    write(file, rows)
-    options = dict(n_layer=1, n_embd=16, block_size=16, device="cpu", max_iters=1, batch_size=2, eval_prompts=0)
-    settings = SFTSettings(task="jsonl", data_file=str(file), out_dir=str(tmp_path / "run"), **options)
-    train_sft.main(prepare(settings))
-    capsys.readouterr()
-    prepared_by(tmp_path / "run")
-    write(file, rows[1:])
-    write(tmp_path / "other.jsonl", rows)
-    prepared_by(tmp_path / "run", f"--data_file={tmp_path}/other.jsonl")
-    prepared_by(tmp_path / "run", "--task=addition", "--digits=1")
-    assert capsys.readouterr().err == ""
-    prepared_by(tmp_path / "run")
-    assert capsys.readouterr().err == (
-        f"warning: data_file={file} has changed: held-out prompts may have been trained on\n"
-    )

@@ -13,8 +13,8 @@ import train_sft
 from batch import Cut
 from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.peaks import COMMON, GRPO
-from helpers.rollouts import BUDGETS, K, N, assert_same_gradient, make_rollouts, never_stop
-from helpers.runs import figures, limits_of, refused
+from helpers.rollouts import BUDGETS, K, assert_same_gradient, make_rollouts, never_stop
+from helpers.runs import figures, refused
 from interpreted import long
 from loss import policy_loss
 from padded import a_few, padded
@@ -25,7 +25,6 @@ from snug import lora
 from snug.device.host import HOST, stream_from_host
 from snug.device.kinds import MIB
 from snug.logprobs import Teacher, divergence, head_logprobs, head_loss, rows
-from snug.memory.fit import ladder
 from snug.memory.ledger import LiveBytes
 from snug.memory.plan import plan
 from snug.options import SnugError
@@ -134,26 +133,6 @@ def test_heads_against_float64(chunk_size):
     found.append(torch.autograd.grad((a * again[0] + c * again[1] + b * again[2]).sum(), (hidden, weight)))
     for gradients, right in zip(found, (truth, truth, with_entropy), strict=True):
         torch.testing.assert_close(tuple(gradients), right, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_head_in_lower_precision(dtype):
-    """In one visit: as near to float64 as numbers of this type are."""
-    draw = torch.Generator().manual_seed(1)
-    hidden, weight, theirs, their_weight = (
-        torch.randn(*shape, generator=draw).to(DEVICE, dtype) for shape in ((7, 8), (67, 8), (7, 12), (67, 12))
-    )
-    targets = torch.randint(67, (7,), generator=draw).to(DEVICE)
-    exact = hidden.double().requires_grad_()
-    apart = slowly(exact @ weight.double().T, theirs.double() @ their_weight.double().T)
-    apart.mean().backward()
-    x, head = hidden.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
-    teacher = Teacher(theirs, their_weight)
-    loss, _ = head_loss(x, head, targets, lambda q, part, d: d.sum() / 7 + 0 * q.sum(), 1.0, 3, teacher=teacher)
-    loss.backward()
-    rounding = dict(rtol=2e-5, atol=2e-5) if dtype == F32 else dict(rtol=0.05, atol=0.05)
-    torch.testing.assert_close(loss.double(), apart.mean().detach(), **rounding)
-    torch.testing.assert_close(x.grad.double(), exact.grad, **rounding)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")
@@ -331,18 +310,6 @@ def test_a_teacher_beside_every_kind_of_loss(name, options):
         assert_same_gradient(gradient_of(model, rollouts, Cut(rollouts, 0, budget, K), options, head), expected)
 
 
-def test_a_teacher_equal_to_the_student_teaches_nothing():
-    model, rollouts = make_flat_model("llama", dtype=F64), make_rollouts()
-    rollouts.advantages = torch.zeros_like(rollouts.advantages)
-    for name in ALL:
-        options = GRPOSettings(max_new_tokens=12, teacher="x", divergence=name)
-        assert grpo.teaches(rollouts, range(N), options)
-        rollouts.old_logprobs = grpo.trainer_logprobs(model, rollouts, Cut(rollouts), options)
-        head = taught(model, model, rollouts, Cut(rollouts), options)
-        metrics, gradients = gradient_of(model, rollouts, Cut(rollouts), options, head)
-        assert abs(metrics["divergence"]) < 1e-12 and max(float(g.abs().max()) for g in gradients.values()) < 1e-10
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Whole runs
 
@@ -442,18 +409,6 @@ def test_the_plan_is_what_a_run_takes(places, name, place, tmp_path, monkeypatch
     assert ("teacher" in planned.phases["rollout"][1]) == (place == "device")
     if place == "host":
         assert planned.host == pytest.approx(record["mem_max_host_mb"] * MIB - before, rel=1e-3)
-
-
-def test_out_of_memory_in_the_teacher_is_survived(places):
-    said = []
-    settings = GRPOSettings(max_tokens_per_micro_batch=100, teacher="x", teacher_device="host")
-    limits = limits_of(settings, said.append)
-    assert limits.reference_batches == 4
-    limits.make_smaller("teacher", "out of memory", 1)
-    assert said == ["out of memory; going on with reference_batches=2"]
-    on_device = GRPOSettings(teacher="x")
-    assert ladder(on_device, "cuda", 1, 1)["teacher_device"] == ["device", "host"]
-    assert limits_of(on_device, said.append).reference_batches == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
