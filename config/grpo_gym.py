@@ -8,7 +8,7 @@ A base model has no chat template: add --chat=false. Sizes and rates are those t
 
 out_dir = "out/grpo_gym"
 task = "reasoning_gym"
-gym_dataset = "chain_sum"
+gym_dataset = ["chain_sum"]
 chat = True
 
 max_iters = 200

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.rewards import ARGUMENTS
 from data.task import NoOptions, Task
-from snug.options import OWN, SnugError, did_you_mean, fields, find_path, option, refuse_namesakes
+from snug.options import OWN, SnugError, did_you_mean, fields, find_path, option
 
 TASKS = {  # the module in this folder -> its class
     "addition": "Addition",
@@ -161,15 +161,12 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
         return functions[spec]
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
-    if ".py:" in spec:
-        raise SnugError(f"{problem}: name the module, not its file: {Path(module_name).stem}:{name}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
     file = find_path(f"{module_name.partition('.')[0]}.py", run)
     folder = str(file.resolve().parent) if file.exists() else os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
-    refuse_namesakes(Path(__file__).parents[1], [folder])
     try:
         with chdir("."):  # back behind it: the run's folders are relative to this one
             module = importlib.import_module(module_name)

@@ -30,8 +30,6 @@ MAX_CHARS = 200  # of an expression, bounds the recursion; a solution with ten n
 
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NODES = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), ARITHMETIC.values(), strict=True))
-# Has the characters of an expression, but may be malformed
-EXPRESSION = re.compile(r"[-+*/() ]*[0-9][-+*/()0-9 ]*")
 
 
 @dataclass
@@ -80,13 +78,6 @@ class Countdown(Task):
 
     def is_right(self, completion, numbers, target):
         return evaluate(completion, numbers, self.operators) == target
-
-    def answer_of(self, completion):
-        """The expression without spaces, "( 3*5 ) + 7" -> "(3*5)+7"; None if it has other characters."""
-        fits = len(completion) <= MAX_CHARS and EXPRESSION.fullmatch(completion)
-        return (
-            completion.replace(" ", "") if fits and not re.search("[0-9] +[0-9]", completion) else None
-        )
 
     def longest_bytes(self):
         """Of 20 20 20 20=9999: and 20-(20-(20-20)). Every operation but the outermost may need parentheses."""

@@ -1,7 +1,7 @@
 """reasoning_gym: any generator of the package of that name (pip install reasoning_gym).
 
     --task=reasoning_gym --gym_dataset=leg_counting
-    --task=reasoning_gym --gym_dataset=chain_sum --gym_config='{"max_terms": 3}'
+    --task=reasoning_gym --gym_dataset=chain_sum,gcd --gym_config='{"chain_sum": {"max_terms": 3}}'
 
     prompt      Find the Greatest Common Divisor (GCD) of these numbers: 297, 30. Give only the GCD as your final
                 answer. End with your final answer inside <answer> </answer>.
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from data.answers import in_answer_tags
 from data.task import Task
-from snug.options import SnugError, in_one_line, option
+from snug.options import SnugError, option
 from snug.sandbox import Sandbox
 
 SEEDS = 2**32  # numpy requires smaller ones
@@ -48,13 +48,8 @@ REQUEST = "\nEnd with your final answer inside <answer> </answer>.\n"
 class GymOptions:
     """task=reasoning_gym."""
 
-    gym_dataset: str = option(
-        "", "generators of the package, comma-separated; each prompt is of a random one"
-    )
-    gym_config: str = option(
-        "",
-        'options of all generators: {"max_terms": 3}; of each: {"chain_sum": {"max_terms": 3}, "gcd": ...}',
-    )
+    gym_dataset: list[str] = option([], "generators of the package; each prompt is of a random one")
+    gym_config: dict = option({}, 'JSON, options of generators: {"chain_sum": {"max_terms": 3}}')
 
 
 class ReasoningGym(Task):
@@ -63,12 +58,15 @@ class ReasoningGym(Task):
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
-        self.names = [name.strip() for name in settings.gym_dataset.split(",") if name.strip()]
-        if not self.names:
-            raise SnugError("task='reasoning_gym' needs generators, such as --gym_dataset=leg_counting")
+        self.names = settings.gym_dataset
+        if not self.names or settings.gym_config.keys() - {*self.names}:
+            raise SnugError(
+                f"gym_dataset={','.join(self.names)} must name generators, such as leg_counting, also those of "
+                f"gym_config={json.dumps(settings.gym_config)}"
+            )
         if importlib.util.find_spec("reasoning_gym") is None:
             raise SnugError("task='reasoning_gym': the package is missing; pip install reasoning_gym")
-        options = {"datasets": read_options(settings.gym_config, self.names)}
+        options = {"datasets": {name: settings.gym_config.get(name, {}) for name in self.names}}
         self.sandbox = Sandbox("data.reasoning_gym_worker:Gym", options, TIMEOUT)
         self.needs_answers = demonstrations
 
@@ -126,11 +124,3 @@ class ReasoningGym(Task):
 
     def fingerprint(self):
         return self.digest
-
-
-def read_options(text: str, names: list[str]) -> dict[str, dict]:
-    """JSON -> {generator: {option: value}}: by name, or the same for all of them. Raises SnugError."""
-    with in_one_line(f"gym_config={text!r:.80} is no JSON object of options"):
-        options = json.loads(text or "{}")
-        others = {} if options.keys() & {*names} else options
-        return {name: dict(options.get(name, others)) for name in names}

@@ -4,10 +4,8 @@ Importing it sets what Ctrl-C does in a command, and environment variables that 
 """
 
 import os
-import sys
 
-from runs.ctrl_c import HOME
-from snug.options import refuse_namesakes
+import runs.ctrl_c  # noqa: F401
 
 
 def set_environment():
@@ -19,5 +17,3 @@ def set_environment():
 
 
 set_environment()
-# A script's own settings.py or so would be taken for ours, which its folder comes before.
-refuse_namesakes(HOME, sys.path)

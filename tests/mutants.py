@@ -499,10 +499,9 @@ MUTANTS = [
     # snug/options/__init__.py
     ("0 is not false", "snug/options/__init__.py", ', "0": False}', "}", "test_settings.py"),
     ("the command line's task has no options of its own", "snug/options/__init__.py", 'if "--task" in texts:', "if False:", "test_own_task.py"),
-    ("an evaluation has the options of no task", "snug/options/__init__.py", "elif task_of and place and not asked:", "elif False:", "test_own_task.py"),
+    ("an evaluation has the options of no task", "snug/options/__init__.py", "elif task_of and place and not wants_help:", "elif False:", "test_own_task.py"),
     ("a similar name without its folder", "snug/options/__init__.py", "did you mean {names[near[0]]}?", "did you mean {near[0]}?", "test_settings.py"),
     ("what is above a run comes before snug's", "snug/options/__init__.py", "(Path(__file__).parents[2], *above)", "(*above, Path(__file__).parents[2])", "test_commands.py"),
-    ("help: topics of commands", "snug/options/__init__.py", 'name: base if base.__name__.endswith("Options") else cls', "name: base", "test_settings.py"),
     ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_commands.py"),
     ("joiners of emoji are shown as codes", "snug/options/__init__.py", "\\u200b\\u200e", "\\u200b-\\u200e", "test_report.py"),
     ("isolates turn the order of a terminal", "snug/options/__init__.py", "\\u2060-\\u206f", "\\u2060-\\u2065", "test_log.py test_report.py"),

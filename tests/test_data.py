@@ -70,7 +70,7 @@ EVERY |= {
     "gsm8k": (dict(task="gsm8k", data_file=str(HOME / "tests/gsm8k_sample.jsonl")), "#### {answer}"),
     "jsonl": (dict(task="jsonl", data_file=str(HOME / "data/sums.jsonl")), "it is {answer}"),
     "code": (dict(task="code", data_file=str(HOME / "data/functions.jsonl")), "\n```\n{solution}```"),
-    "gym": (dict(task="reasoning_gym", gym_dataset="chain_sum"), None),
+    "gym": (dict(task="reasoning_gym", gym_dataset=["chain_sum"]), None),
 }
 
 
@@ -391,8 +391,8 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
         "snug_test_rewards:wants": "missing a required argument: 'solution'; it must take **columns, and every other ",
         "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns",
         "Qwen/Qwen-RM": "write module:function, such as my_rewards:is_short; call a reward model in such a function",
-        "snug_test_rewards.py:is_short": "name the module, not its file: snug_test_rewards:is_short",
-        "../a-b/snug_test.py:f": "name the module, not its file: snug_test:f",
+        "snug_test_rewards.py:is_short": "no module snug_test_rewards.py",
+        "../a-b/snug_test.py:f": "write module:function",
         "snug_test_rewards.py": "write module:function",
         "snug_test_rewards:length": "has no function length",
         "snug_test_absent:f": "no module snug_test_absent in",

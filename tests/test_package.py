@@ -90,24 +90,3 @@ def test_a_foreign_model_learns_with_the_parts_of_snug(installed, tmp_path):
     assert ran.returncode == 0, ran.stderr
     *peaks, place = ran.stdout.split()
     assert place == str(installed / "snug/__init__.py") and len(peaks) == 10
-
-
-@pytest.mark.parametrize(
-    "name, script, code",
-    [
-        *((name, "grpo.py", 2) for name in ("data.py", "settings.py", "runs/__init__.py")),
-        *((f"{name}.py", "mine.py", 1) for name in ("settings", "model", "training")),
-    ],
-)
-def test_a_file_of_a_user_with_a_name_of_ours_is_refused(tmp_path, name, script, code):
-    """Beside a reward function of a command, and beside a script that imports snug."""
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("WORDS = ['short']\n")
-    mine = "def short(completions, **_):\n    return [1.0] * len(completions)\n"
-    if script == "mine.py":
-        mine = f"import sys\nsys.path.append({str(HOME)!r})\nfrom grpo import train\n"
-    (tmp_path / "mine.py").write_text(mine)
-    words = [tmp_path / script] if script == "mine.py" else [HOME / script, "--reward_funcs=mine:short", "--device=cpu"]
-    ran = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == code
-    assert ran.stderr.strip().endswith(f"{tmp_path / name} has the name of a module of snug's; rename it")

@@ -15,7 +15,6 @@ torch, so that a typo is reported in 0.2 s. other_names.toml has the words of ot
 Left out: nested options, environment variables. Tests: tests/test_settings.py.
 """
 
-import argparse
 import ast
 import dataclasses
 import difflib
@@ -23,9 +22,10 @@ import inspect
 import json
 import math
 import os
-import pkgutil
 import re
+import shutil
 import sys
+import textwrap
 import tomllib
 import types
 import typing
@@ -85,19 +85,6 @@ def find_path(path: str | Path, run: str | Path = "") -> Path:
     return next(filter(os.path.exists, places), places[0])
 
 
-def refuse_namesakes(home: str | Path, folders: list[str]):
-    """Raises SnugError if a folder before `home` has a module with the name of one in it: Python would import one of
-    them for both."""
-    ours = {module.name for module in pkgutil.iter_modules([str(home)])}
-    for folder in folders:
-        if Path(folder).resolve() == Path(home).resolve():
-            return
-        for finder, name, _ in pkgutil.iter_modules([str(folder)]):
-            if name in ours:
-                file = finder.find_spec(name).origin
-                raise SnugError(f"{file} has the name of a module of snug's; rename it")
-
-
 def option(default, meaning: str, choices: tuple[str, ...] = (), minimum=0, maximum=math.inf):
     """A dataclass field. --help shows `meaning`, with its unit; `choices`, `minimum` and `maximum` limit the value."""
     metadata = dict(meaning=meaning, choices=choices, minimum=minimum, maximum=maximum)
@@ -126,31 +113,32 @@ def read_settings(cls, argv: list[str], positional: str = "config", task_of=None
     """
     if positional == "config" and not argv:
         raise SnugError("name a config, such as config/grpo_small.py, or options; --help lists them")
-    asked, places, texts = {"-h", "--help", "--help=all"}.intersection(argv), [], {}
+    places, texts = [], {}
     words = iter(argv)
     for word in words:
-        name, equals, text = word.partition("=")
+        flag, equals, text = word.partition("=")
         if not word.startswith("-"):
             places.append(word)
-        elif word not in asked:
-            if not equals:  # --plan, or --seed 3
-                takes_word = name[2:] in fields(cls) and type_of(cls, name[2:])[0] is not bool
-                text = next(words, "--") if takes_word else "true"
-                if text.startswith("--"):
-                    raise SnugError(f"{name} has no value; options are written --name=value")
-            texts[name] = text
+            continue
+        takes_word = flag[2:] in fields(cls) and type_of(cls, flag[2:])[0] is not bool
+        if not equals:  # --seed 3, or --plan
+            text = next(words, "--") if takes_word else "true"
+            if text.startswith("--"):
+                raise SnugError(f"{flag} has no value; options are written --name=value")
+        texts[flag] = text
     if places[1 + (positional == "folders") :]:
         raise SnugError(f"one argument too many: {places[-1]}; options are written --name=value")
     place = places[0] if places else ""
+    wants_help = texts.pop("--help", "") or texts.pop("-h", "")
     given = read_config(place) if positional == "config" and place else {}
     if "--task" in texts:
         given["task"] = "--task", texts["--task"]
-    elif task_of and place and not asked:
+    elif task_of and place and not wants_help:
         cls = cls.with_task(task_of(places))
     cls = class_of(cls, given)
-    if asked:
-        parser = make_parser(cls, positional, everything="--help=all" in asked)
-        print(parser.format_help(), end="", flush=True)  # flush: see BrokenPipeError below
+    if wants_help:
+        # flush: see BrokenPipeError below
+        print(help_of(cls, positional, everything=wants_help == "all"), flush=True)
         sys.exit(0)
     for flag, text in texts.items():
         name = flag.removeprefix("--")
@@ -171,9 +159,7 @@ def class_of(cls, given: dict):
     """-> cls with the options of the task that is given."""
     if not hasattr(cls, "with_task"):
         return cls
-    if "task" not in given:
-        return cls.with_task(cls.task)
-    where, task = given["task"]
+    where, task = given.get("task", ("task", cls.task))
     return cls.with_task(check_value(cls, "task", task, where))
 
 
@@ -306,57 +292,42 @@ ABOUT = {
 }
 
 
-def make_parser(cls, positional: str, everything: bool) -> argparse.ArgumentParser:
-    """For the help of the options of `cls`, in which each class ending in Options that has some is a topic.
+def help_of(cls, positional: str, everything: bool) -> str:
+    """The help of the options of `cls`, in which each class that has some is a topic.
 
-    everything=False: the help shows only the options that `cls.usual` names, if there is such a list, and a task's.
+    everything=False: the options that `cls.usual` names, if there is such a list, and the task's.
     """
     usual = [*fields(cls)]
     if not everything and hasattr(cls, "usual"):
         usual = [*cls.usual.split(), *fields(cls.own_options)]
-    hidden = len(fields(cls)) - len(usual)
-    module = sys.modules["__main__"].__spec__
-    program = f"-m {module.name}" if module else Path(sys.argv[0]).name  # -m runs.export
-    parser = argparse.ArgumentParser(
-        usage=f"python {program} [{positional}] [--name=value ...]",
-        description=cls.__doc__,
-        epilog=f"{hidden} more options: --help=all" if hidden else None,
-        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
-        add_help=False,
-    )
-    parser.add_argument(positional, nargs="?", default="", help=ABOUT[positional])
-    # An option whose default a subclass changes is still listed under its base class.
-    home = {
-        name: base if base.__name__.endswith("Options") else cls
-        for base in cls.__mro__
-        for name in inspect.get_annotations(base)
-    }
-    for topic in cls.__mro__:
-        names = [name for name in fields(cls) if home[name] is topic]
-        if not names:
-            continue
-        title = topic.__name__.removesuffix("Options").removesuffix("Settings")
-        group = parser.add_argument_group(
-            title, topic.__doc__ if everything and topic is not cls else None
-        )
+    width = shutil.get_terminal_size().columns
+    fill = partial(textwrap.fill, width=width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    topics = []
+    left = dict.fromkeys(usual)
+    for topic in reversed(cls.__mro__):  # an option belongs to the first class that has it
+        names = [name for name in inspect.get_annotations(topic) if name in left]
+        lines = [topic.__name__.removesuffix("Options").removesuffix("Settings") + ":"]
+        if everything and topic.__name__.endswith("Options"):
+            lines.append(fill(inspect.cleandoc(topic.__doc__)))
         for name in names:
+            del left[name]
             field = fields(cls)[name]
-            choices = [choice for choice in field.metadata["choices"] if choice != OWN]
-            group.add_argument(
-                f"--{name}",
-                metavar="|".join(choices) or KINDS[type_of(cls, name)[0]][1],
-                help=help_of(field) if name in usual else argparse.SUPPRESS,
-            )
-    return parser
+            choices = "|".join(choice for choice in field.metadata["choices"] if choice != OWN)
+            lines.append(f"  --{name} {choices or KINDS[type_of(cls, name)[0]][1]}")
+            lines.append(fill(f"{field.metadata['meaning']} (default: {shown_default(field)})"))
+        if names:
+            topics.insert(0, "\n".join(lines) + "\n")
+    about = textwrap.fill(" ".join(cls.__doc__.split()), width)
+    head = f"usage: [{positional}] [--name=value ...]\n\n{about}\n\n{positional}: {ABOUT[positional]}\n"
+    hidden = len(fields(cls)) - len(usual)
+    return "\n".join([head, *topics, f"{hidden} more options: --help=all" if hidden else ""]).rstrip()
 
 
-def help_of(field: dataclasses.Field) -> str:
-    """For example `longest completion in tokens (default: 32)`."""
+def shown_default(field: dataclasses.Field) -> str:
     default = field.default
     if default is dataclasses.MISSING:
         default = ",".join(field.default_factory())
-    shown = f"{default:g}" if type(default) is float else str(default).lower() or "empty"
-    return f"{field.metadata['meaning']} (default: {shown})"
+    return f"{default:g}" if type(default) is float else str(default).lower() or "empty"
 
 
 @contextmanager
