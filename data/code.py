@@ -13,8 +13,8 @@ last block, or the whole text. Without chat, behind a prompt of code, it ends at
 begins with a block.
 The program is executed, behind the prompt's code. programs.py says what it can do and see there: no tests.
 
-A demonstration is canonical_solution, or MBPP's code. samples.jsonl says of each completion whether its program
-parsed and ran, the share of tests that passed, and the first error.
+A demonstration is canonical_solution, or MBPP's code. samples.jsonl has the share of tests that each completion's
+program passed, and its first error.
 
 Left out: other languages; tests that need files or the network.
 Tests: tests/test_code.py.

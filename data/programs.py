@@ -1,7 +1,7 @@
 """Run a program that a model wrote beside the tests of its task, each in a confined process of its own.
 
     verdict = judge(program="def f(x): return x + 1", setup="", names=["f"], tests=["assert f(1) == 2"], seconds=3)
-    # {"passed": 1.0, "parsed": True, "ran": True, "error": ""}
+    # {"passed": 1.0, "error": ""}
 
 The program's process never sees the tests, and the tests' process never executes the program. Each call goes through
 this process as JSON: plain values only, which are numbers, text, bytes, booleans, None, lists, tuples, dicts and sets.
@@ -38,20 +38,20 @@ CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, 
 
 
 def judge(program: str, setup: str, names: Sequence[str], tests: Sequence[str], seconds: float) -> dict:
-    """-> {"passed": the share of the tests, "parsed", "ran": booleans, "error": the first, in one line}.
+    """-> {"passed": the share of the tests, "error": the first, in one line}.
 
     program: of the model. setup: code that the tests need. names: of the program's functions that they call.
     tests: statements; those with an assert count, and another one that fails. The program has `seconds` in all.
     Thread-safe; a thread has its own processes.
     """
     with sandbox(Program, seconds).conversation("serve") as tell:
-        parsed, error = said(tell(program))
-        ran, passed = error is None, 0.0
-        if ran:
+        _, error = said(tell(program))
+        passed = 0.0
+        if error is None:
             # The tests may wait for the program as long as it has time.
             with sandbox(Checker, 2 * seconds).conversation("check") as check:
                 passed, error = verdict_of(check, tell, [setup, names, tests])
-    return dict(passed=passed, parsed=parsed is True, ran=ran, error=error or "")
+    return dict(passed=passed, error=error or "")
 
 
 def verdict_of(check, tell, message):
@@ -89,14 +89,12 @@ class Program:
 
     def serve(self, program, ask):
         namespace = {"__name__": "program"}
-        parsed, problem = False, None
+        problem = None
         try:
-            code = compile(program, "program", "exec")
-            parsed = True
-            exec(code, namespace)
+            exec(compile(program, "program", "exec"), namespace)
         except BaseException as error:
             problem = described(error)[:MAX_ERROR]
-        answer = json.dumps([parsed, problem])
+        answer = json.dumps([None, problem])
         while True:
             name, arguments, keywords = from_plain(ask(answer))
             try:

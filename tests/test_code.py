@@ -52,7 +52,7 @@ def test_a_solution_passes_and_another_does_not(tmp_path, kind, chat):
     wrong = right.replace("x + 1", "x + 2")
     assert row["names"] == ["f"] and task_of(task.file, SFTSettings, chat=chat)
     given, seen = rewards(task, row, [right, wrong, right.replace("return x", "return (x")])
-    assert given == [1, 0, 0] and seen["parsed"] == seen["ran"] == [True, True, False]
+    assert given == seen["passed"] == [1, 0, 0]
     assert [error.partition(":")[0] for error in seen["error"]] == ["", "AssertionError", "SyntaxError"]
 
 
