@@ -195,7 +195,6 @@ def test_what_a_file_leaves_out_is_its_classs(tmp_path):
         assert shape.get("rope_theta", 0) == rope.get("rope_theta", 0), name
 
 
-YARN5 = YARN | dict(rope_theta=1e6)
 DEEP = "[" * 500 + "]" * 500
 HOSTILE = {  # the model's name, what config.json gets (a text: as JSON)
     "an original context of 1": ("Phi-3-mini 128k", dict(original_max_position_embeddings=1)),

@@ -333,7 +333,10 @@ def places(tmp_path_factory):
 def run(places, out_dir, **changes):
     """Train -> (the log without what is measured, the last checkpoint's weights)."""
     options = RUN | dict(init_from=str(places / "student"), teacher=str(places / "teacher"), out_dir=str(out_dir))
-    settings = GRPOSettings(**options | changes)
+    options |= changes
+    if "task" in changes:
+        del options["digits"]  # an option of the addition's
+    settings = GRPOSettings(**options)
     settings.check()
     grpo.main(prepare(settings))
     weights = sorted(out_dir.glob("checkpoint-*"))[-1] / "model.safetensors"
