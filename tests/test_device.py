@@ -118,6 +118,7 @@ def test_the_default_dtype_is_what_the_device_is_fast_in(h100, capability, fast)
     assert with_dtype(half, "cuda").dtype == with_dtype(half, "cpu").dtype == "bfloat16"
     for chosen in ("float32", "bfloat16"):
         assert with_dtype(GRPOSettings(dtype=chosen), "cuda").dtype == chosen
+    assert with_dtype(GRPOSettings(), "mps").dtype == "float32" and with_dtype(half, "mps").dtype == "bfloat16"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,11 +152,6 @@ def test_without_mps_it_is_refused():
     )
     with pytest.raises(SnugError, match="asks a device of the kind mps what is free, and there is none"):
         fit.room_for(GRPOSettings(device="mps", memory_budget_gb="auto"), "mps")
-
-
-def test_float32_is_the_default_on_mps():
-    assert with_dtype(GRPOSettings(), "mps").dtype == "float32"
-    assert with_dtype(GRPOSettings(param_dtype="bfloat16"), "mps").dtype == "bfloat16"
 
 
 def test_the_meter_of_mps_counts_tensors_and_waits_for_them(mac):

@@ -7,20 +7,29 @@ A read of a value, and a copy to or from ordinary host memory, make the host wai
 The device is registered in a process of its own, which runs all cases.
 """
 
-import json
-import sys
-import traceback
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
-from helpers.fake_device import GPT2, LADDER, QWEN, SAMPLERS, FakeGPU, iterate, register, run_apart, sample, sft
+from helpers.fake_device import (
+    LADDER,
+    SAMPLERS,
+    FakeGPU,
+    cases_of,
+    iterate,
+    print_cases,
+    register,
+    run_apart,
+    sample,
+    sft,
+)
 
 
-def one_and_two(iteration, *arguments):
+def one_and_two(iteration):
     """-> function: how often the host waited in it, with one micro-batch and with two"""
-    one, two = (Counter(iteration(*arguments, micro_batches)) for micro_batches in (1, 2))
+    one, two = (Counter(iteration(micro_batches=n)) for n in (1, 2))
     return {name: [one[name], two[name]] for name in one | two}
 
 
@@ -42,27 +51,8 @@ def mixed(mode):
 
 
 def cases():
-    """name -> a function of the mode that returns waits"""
-    found = {"mixed": mixed}
-    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN).items():
-        for name, options in LADDER.items():
-            if shape_name == "qwen" or name == "plain":
-                found[f"train-{shape_name}-{name}"] = lambda mode, s=shape, o=options: one_and_two(iterate, mode, s, o)
-        for name, options in SAMPLERS.items() if shape_name == "qwen" else [("sampled", {})]:
-            found[f"sample-{shape_name}-{name}"] = lambda mode, s=shape, o=options: sample(mode, s, o)
-        found[f"sft-{shape_name}"] = lambda mode, s=shape: one_and_two(sft, mode, s)
-    return found
-
-
-def main():
-    register()
-    for name in sys.argv[1:]:
-        try:
-            with FakeGPU() as mode:
-                told = dict(waits=cases()[name](mode))
-        except Exception:
-            told = dict(error=traceback.format_exc())
-        print(json.dumps([name, told]), flush=True)
+    twice = lambda iteration: lambda mode, **given: one_and_two(partial(iteration, mode, **given))  # noqa: E731
+    return {"mixed": mixed} | cases_of(twice(iterate), sample, twice(sft), LADDER, SAMPLERS)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +66,7 @@ RARELY = [f"train-qwen-{name}" for name in ("selective", "masters", "bfloat16", 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in RARELY)) for name in cases()])
 def test_no_devices_are_mixed_and_the_host_does_not_wait(name, told):
     assert "error" not in told[name], told[name]["error"]
-    waits = told[name]["waits"]
+    waits = told[name]["told"]
     if name == "mixed":
         assert waits == {"mixed": 6}
     elif name.startswith("sample"):
@@ -87,4 +77,5 @@ def test_no_devices_are_mixed_and_the_host_does_not_wait(name, told):
 
 
 if __name__ == "__main__":
-    main()
+    register()
+    print_cases(cases(), FakeGPU)

@@ -6,11 +6,8 @@ and operations for which torch has no MPS kernel. torchgen has a list of kernels
 What is not seen: whether MPS computes right.
 """
 
-import json
 import re
-import sys
-import traceback
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +18,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 import evaluate
-from helpers.fake_device import GPT2, LADDER, QWEN, SAMPLERS, FakeGPU, iterate, register, run_apart, sample, sft
+from helpers.fake_device import (
+    LADDER,
+    SAMPLERS,
+    FakeGPU,
+    cases_of,
+    iterate,
+    print_cases,
+    register,
+    run_apart,
+    sample,
+    sft,
+)
 from model import not_finite
 from runs.prepare import prepare
 from sample import assemble
@@ -126,28 +134,9 @@ def saved(mode):
 
 
 def cases():
-    found = dict(mistakes=mistakes, evaluated=evaluated, saved=saved)
-    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN).items():
-        for name, options in (LADDER | {"GSPO": GSPO}).items():
-            if name not in REFUSED and (shape_name == "qwen" or name == "plain"):
-                found[f"train-{shape_name}-{name}"] = lambda mode, s=shape, o=options: iterate(mode, s, o, 2)
-        for name, options in SAMPLERS.items():
-            found[f"sample-{shape_name}-{name}"] = lambda mode, s=shape, o=options: sample(mode, s, o)
-        found[f"sft-{shape_name}"] = lambda mode, s=shape: sft(mode, s, 2)
-    return found
-
-
-def main():
-    register()
-    forbid_cuda()
-    torch.Tensor.tolist = lambda x: np.zeros(x.shape, dtype=int).tolist()
-    for name in sys.argv[1:]:
-        try:
-            with FakeMPS() as mode:
-                told = dict(told=cases()[name](mode), problems=sorted(mode.problems))
-        except Exception:
-            told = dict(error=traceback.format_exc())
-        print(json.dumps([name, told]), flush=True)
+    ladder = {name: options for name, options in (LADDER | {"GSPO": GSPO}).items() if name not in REFUSED}
+    of_two = partial(iterate, micro_batches=2), sample, partial(sft, micro_batches=2)
+    return dict(mistakes=mistakes, evaluated=evaluated, saved=saved) | cases_of(*of_two, ladder, SAMPLERS)
 
 
 @pytest.fixture(scope="module")
@@ -176,4 +165,7 @@ def test_offload_is_refused_in_one_line(name):
 
 
 if __name__ == "__main__":
-    main()
+    register()
+    forbid_cuda()
+    torch.Tensor.tolist = lambda x: np.zeros(x.shape, dtype=int).tolist()
+    print_cases(cases(), FakeMPS)

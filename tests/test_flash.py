@@ -59,70 +59,51 @@ def of_group(groups, i):
     return slice(first, end)
 
 
+PART = [(40, [35, 2, 3, 20]), (37, [])]
+SINGLE, HALF = torch.float32, torch.float16
+
+
 @in_kernels
 @pytest.mark.parametrize(
-    "groups, H, G, D, dtype",
+    "groups, H, G, D, dtype, window, tolerance",
     [
-        (RAGGED, 3, 1, 24, torch.float32),
-        (RAGGED[1:3] + TWO[1:], 6, 2, 16, torch.float16),
-        ([(1, [1])], 1, 1, 16, torch.float32),
-        ([(17, [1, 1, 1] * 6)], 2, 1, 40, torch.float16),  # tiles of many completions
-        ([(7, [33, 50])], 1, 1, 128, torch.float32),
+        (RAGGED, 3, 1, 24, SINGLE, 0, 3e-6),
+        (RAGGED[1:3] + TWO[1:], 6, 2, 16, HALF, 0, 4e-3),
+        ([(1, [1])], 1, 1, 16, SINGLE, 0, 3e-6),
+        ([(17, [1, 1, 1] * 6)], 2, 1, 40, HALF, 0, 4e-3),  # tiles of many completions
+        ([(7, [33, 50])], 1, 1, 128, SINGLE, 0, 3e-6),
+        (RAGGED, 2, 1, 16, SINGLE, 5, 3e-6),
+        long(RAGGED, 2, 1, 16, SINGLE, 17, 3e-6),
+        (PART, 1, 1, 24, SINGLE, 1, 3e-6),
+        long(PART, 1, 1, 24, SINGLE, 38, 3e-6),
+        # Gemma's heads: sums of 256 products, each with float32's error: sqrt(256 / 24) times that of 24
+        long([(18, [21, 3])], 4, 1, 256, SINGLE, 0, 1e-5),
+        ([(18, [21, 3])], 4, 1, 256, SINGLE, 20, 1e-5),
+        # float32 takes half a tile of 64; parts of a tile behind its last token have nothing to do
+        pytest.param([(70, [40, 33]), (3, [5, 20])], 1, 1, 16, SINGLE, 0, 3e-6, id="larger tiles"),
     ],
 )
-def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype):
+def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype, window, tolerance, request, monkeypatch):
+    if "larger" in request.node.name:
+        for module in (flash, segments):
+            monkeypatch.setattr(module, "TILE", 64)
     its, x = make_row(groups, H, G, D, dtype)
     dy = torch.randn(1, H, x.shape[1], D, device=DEVICE).to(dtype)
-    expected = run(attend_dense, its, x.double(), dy.double(), H)
-    tolerance = 3e-6 if dtype == torch.float32 else 4e-3
-    for ours, exact in zip(run(attend, its, x, dy, H), expected, strict=True):
+    expected = run(attend_dense, its, x.double(), dy.double(), H, window)
+    for ours, exact in zip(run(attend, its, x, dy, H, window), expected, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 @in_kernels
-@pytest.mark.parametrize(
-    "groups, H, G, D, window",
-    [
-        (RAGGED, 2, 1, 16, 5),
-        long(RAGGED, 2, 1, 16, 17),
-        ([(40, [35, 2, 3, 20]), (37, [])], 1, 1, 24, 1),
-        long([(40, [35, 2, 3, 20]), (37, [])], 1, 1, 24, 38),
-    ],
-)
-def test_kernels_of_a_window(groups, H, G, D, window):
-    its, x = make_row(groups, H, G, D)
-    dy = torch.randn(1, H, x.shape[1], D, device=DEVICE)
-    expected = run(attend_dense, its, x.double(), dy.double(), H, window)
-    for ours, exact in zip(run(attend, its, x, dy, H, window), expected, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=3e-6, atol=3e-6)
-
-
-@in_kernels
-@pytest.mark.parametrize("window", [long(0), 20])
-def test_kernels_of_gemmas_heads(window):
-    """4 query heads of 256 numbers, and 1 key head."""
-    its, x = make_row([(18, [21, 3])], 4, 1, 256)
-    dy = torch.randn(1, 4, x.shape[1], 256, device=DEVICE)
-    expected = run(attend_dense, its, x.double(), dy.double(), 4, window)
-    for ours, exact in zip(run(attend, its, x, dy, 4, window), expected, strict=True):
-        # sums of 256 products, each with float32's error: sqrt(256 / 24) times that of 24
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-@in_kernels
 def test_kernels_of_a_window_skip_what_no_query_sees():
     """What is skipped may be NaN: keys that lie whole blocks before the window, and queries behind it."""
-    its, x = make_row([(80, [70])], 1, 1, 16)
-    x[:, :64] = torch.nan
-    dy = torch.randn(1, 1, 150, 16, device=DEVICE)
-    y, _ = run(attend, its, x, dy, 1, 17)
-    assert y[:, :, 80:].isfinite().all()
-    its, x = make_row([(80, [40, 40])], 1, 1, 16)
-    x[:, :64] = torch.nan
-    dy = torch.randn(1, 1, 160, 16, device=DEVICE)
-    y, _ = run(attend, its, x, dy, 1, 17)
-    assert y[:, :, 80:].isfinite().all()
+    for completions in ([70], [40, 40]):
+        its, x = make_row([(80, completions)], 1, 1, 16)
+        x[:, :64] = torch.nan
+        dy = torch.randn(1, 1, x.shape[1], 16, device=DEVICE)
+        y, _ = run(attend, its, x, dy, 1, 17)
+        assert y[:, :, 80:].isfinite().all()
 
 
 @in_kernels
@@ -131,17 +112,6 @@ def test_kernels_of_a_window_that_cuts_nothing():
     its, x = make_row([(5, [14, 3])], 2, 1, 16)
     dy = torch.randn(1, 2, x.shape[1], 16, device=DEVICE)
     assert all(map(torch.equal, run(attend, its, x, dy, 2, its.longest), run(attend, its, x, dy, 2)))
-
-
-@in_kernels
-def test_kernels_of_larger_tiles_and_their_parts(monkeypatch):
-    """float32 takes half a tile of 64; parts of a tile behind its last token have nothing to do."""
-    for module in (flash, segments):
-        monkeypatch.setattr(module, "TILE", 64)
-    its, x = make_row([(70, [40, 33]), (3, [5, 20])], 1, 1, 16)
-    dy = torch.randn(1, 1, x.shape[1], 16, device=DEVICE)
-    for ours, exact in zip(run(attend, its, x, dy, 1), run(attend_dense, its, x.double(), dy.double(), 1), strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=3e-6, atol=3e-6)
 
 
 @in_kernels

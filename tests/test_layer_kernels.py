@@ -154,17 +154,16 @@ def rounded(values, dtype):
 
 @in_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("rows", [[1], [17, 300, 2]])
-def test_nf4_is_its_twin_bit_for_bit(rows, double, dtype, monkeypatch):
+def test_nf4_is_its_twin_bit_for_bit(rows, dtype, monkeypatch):
     """One matrix of several parts, as q, k and v are; the last program of each has blocks beyond its end."""
     matrix, start = NF4((sum(rows), 64), DEVICE), 0
     for n in rows:
-        matrix.copy_(torch.randn(n, 64) * torch.rand(n, 1) + torch.tensor([3.0] + 63 * [0]), start, double)
+        matrix.copy_(torch.randn(n, 64) * torch.rand(n, 1) + torch.tensor([3.0] + 63 * [0]), start)
         start += n
     for q in matrix.parts.values():
         q.codes[:32] = torch.arange(32, device=DEVICE) * 8 + torch.arange(32, device=DEVICE) % 16
-        assert not double or len(q.scales) < 16 or q.scales.min() < 128 < q.scales.max()
+        assert len(q.scales) < 16 or q.scales.min() < 128 < q.scales.max()
     expected = [torch.empty(n, 64, device=DEVICE) for n in rows]
     for part, q in zip(expected, matrix.parts.values(), strict=True):
         DEQUANTIZE_TORCH(q, matrix.pairs, part)
@@ -191,11 +190,11 @@ def test_a_planned_nf4_matrix_takes_pieces_without_kernels_alone(kind):
     assert taken == 0 if kind == "cuda" or INTERPRETED else 6 * 2**20 < taken < 7 * 2**20
 
 
-def nf4_matrix(rows, columns, double=True):
+def nf4_matrix(rows, columns):
     """One matrix of several parts."""
     matrix, start = NF4((sum(rows), columns), DEVICE), 0
     for n in rows:
-        matrix.copy_(torch.randn(n, columns), start, double)
+        matrix.copy_(torch.randn(n, columns), start)
         start += n
     return matrix
 
@@ -210,12 +209,12 @@ PRODUCTS = [(1, [40], 64, 0), (5, [17, 3, 9], 1088, 3), (64, [33], 1600, 16), (7
 
 
 @in_kernels
-@pytest.mark.parametrize("programs, double", [(264, True), long(264, False), (1, False)])
+@pytest.mark.parametrize("programs", [264, 1])
 @pytest.mark.parametrize("n, rows, columns, rank", PRODUCTS)
-def test_nf4_product_is_exact_but_for_one_rounding(n, rows, columns, rank, double, programs, monkeypatch):
+def test_nf4_product_is_exact_but_for_one_rounding(n, rows, columns, rank, programs, monkeypatch):
     """Against float64 with W in float16: the sum in float32 is off by columns * 2^-24 of its size, then it is rounded."""
     monkeypatch.setattr(nf4, "PROGRAMS", programs)
-    matrix, out = nf4_matrix(rows, columns, double), sum(rows)
+    matrix, out = nf4_matrix(rows, columns), sum(rows)
     x, bias, h, B = random(n, columns), random(out), random(n, rank), random(out, rank)
     half, single = random(n, out), random(n, out, dtype=torch.float32)
     W = torch.empty(matrix.shape, dtype=x.dtype, device=DEVICE)
@@ -491,34 +490,30 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
 
 @compiles
 @pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
-@pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", long("fp32"), long("fp16")])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiled_nf4_rounds_as_its_twin(capability, dtype, double, tmp_path, monkeypatch):
+def test_compiled_nf4_rounds_as_its_twin(capability, dtype, tmp_path, monkeypatch):
     """It multiplies, rounds, adds and rounds: there is no fused product in the binary, as there is without the option
     that the launch gives. That GPUs round alike is not tested without one."""
     options, out, kernel = {}, torch.empty(32, 64), nf4.dequantize_kernel
     monkeypatch.setattr(nf4, "uses_triton", lambda _: True)
     monkeypatch.setattr(nf4, "launch", lambda kernel, grid, *_, **given: options.update(given, grid=grid))
-    matrix = NF4((32, 64), "cpu").copy_(torch.randn(32, 64))
+    matrix = NF4((32, 64), "cpu")
+    matrix.copy_(torch.randn(32, 64))
     nf4.dequantize(matrix.parts[0], matrix.pairs, out)
     assert options.pop("grid") == (2,)
     pointers = dict(codes="*u8", scales="*u8", scale_map="*fp32", scale_scales="*fp32", offset="*fp32", pairs="*fp32")
     pointers, constants = pointers | dict(out="*" + dtype), dict(ROWS=nf4.ROWS)
-    if not double:
-        pointers["scales"], none = "*fp32", ("scale_map", "scale_scales", "offset")
-        pointers = {name: pointers[name] for name in pointers if name not in none}
-        constants |= dict.fromkeys(none)
     fused = []
     for chosen in (options, {}):
         used, ptx = cubin_resources(kernel, capability, pointers, constants, ["blocks"], 4, tmp_path, **chosen)
-        print(f"sm_{capability} {dtype} {double=} {chosen}", used)
+        print(f"sm_{capability} {dtype} {chosen}", used)
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 40
         assert len(re.findall("ld.global.b8", ptx)) <= 2 and "st.global.v4" in ptx  # 16 bytes at a time
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         command = [tool, "-sass", tmp_path / "kernel.cubin"]
         fused.append("FFMA" in subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert fused == [False, double]
+    assert fused == [False, True]
 
 
 @compiles

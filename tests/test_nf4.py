@@ -56,16 +56,15 @@ TARGETS = list(lora.TARGETS)
 
 def values_of(q, shape, dtype=torch.float32):
     matrix = NF4(shape, "cpu")
-    return matrix.copy_(q).dequantized(dtype)
+    matrix.parts[0] = q
+    return matrix.dequantized(dtype)
 
 
-def their_quantize(weight, double):
+def their_quantize(weight):
     """bitsandbytes' quantize_4bit, with its kernels for any device -> Quantized."""
     import bitsandbytes.functional as theirs
 
     codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
-    if not double:
-        return Quantized(codes.flatten(), state.absmax)
     offset, numbers = state.absmax.mean(), theirs.create_dynamic_map()
     kernel = torch.ops.bitsandbytes.quantize_blockwise.default
     key = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -88,20 +87,18 @@ def weights_in(dtype, shape, seed=0):
 
 def assert_same(ours, theirs):
     for name, a, b in zip(FIELDS, ours, theirs, strict=True):
-        assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b)), name
+        assert a.dtype == b.dtype and torch.equal(a, b), name
 
 
 def test_the_numbers_are_bitsandbytes_own():
-    """Without bitsandbytes: what it made of a matrix, with and without double quantization."""
+    """Without bitsandbytes: what it made of a matrix."""
     golden = load_file(GOLDEN)
-    weight = golden["weight"]
-    for double in (True, False):
-        theirs = Quantized(**{name: golden[f"{double}.{name}"] for name in FIELDS if f"{double}.{name}" in golden})
-        assert_same(quantize(weight, double), theirs)
-        assert len(theirs.scales) > 256 and len(theirs.scales) % 256
-        for dtype in (torch.float32, torch.bfloat16):
-            expected = golden[f"{double}.{dtype}"]
-            assert torch.equal(values_of(theirs, weight.shape, dtype)[: len(expected)], expected)
+    weight, theirs = golden["weight"], Quantized(*(golden[f"True.{name}"] for name in FIELDS))
+    assert_same(quantize(weight), theirs)
+    assert len(theirs.scales) > 256 and len(theirs.scales) % 256
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = golden[f"True.{dtype}"]
+        assert torch.equal(values_of(theirs, weight.shape, dtype)[: len(expected)], expected)
 
 
 @pytest.mark.long
@@ -114,18 +111,15 @@ def test_bitsandbytes_agrees(dtype):
     assert torch.equal(torch.tensor(nf4.TABLE), theirs.get_4bit_type("nf4", "cpu"))
     for shape in ((192, 576), (64, 64), (100, 192), (48, 100)):
         weight = weights_in(dtype, shape)
-        for double in (True, False):
-            assert_same(quantize(weight, double), their_quantize(weight, double))
-            codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
-            parts = [codes.flatten(), state.absmax]
-            if double:
-                parts += [state.state2.code, state.state2.absmax, state.offset]
-                ours, there = (numbers[scales.int()] for scales in (quantize(weight).scales, state.absmax))
-                assert (ours - there).abs().max() < 0.0142 and (ours != there).float().mean() < 0.05
-            for out in (torch.float32, torch.bfloat16, torch.float16):
-                state.dtype = out
-                expected = theirs.dequantize_4bit(codes, state).view(shape)
-                assert torch.equal(values_of(Quantized(*parts), shape, out), expected)
+        assert_same(quantize(weight), their_quantize(weight))
+        codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        parts = codes.flatten(), state.absmax, state.state2.code, state.state2.absmax, state.offset
+        ours, there = (numbers[scales.int()] for scales in (quantize(weight).scales, state.absmax))
+        assert (ours - there).abs().max() < 0.0142 and (ours != there).float().mean() < 0.05
+        for out in (torch.float32, torch.bfloat16, torch.float16):
+            state.dtype = out
+            expected = theirs.dequantize_4bit(codes, state).view(shape)
+            assert torch.equal(values_of(Quantized(*parts), shape, out), expected)
 
 
 def test_pieces_are_the_whole(monkeypatch):
@@ -492,20 +486,17 @@ def test_options_that_cannot_be(words, said):
 
 def write_golden():
     """Needs bitsandbytes."""
-    weight = weights_in(torch.bfloat16, (96, 192))
-    golden = {"weight": weight}
     import bitsandbytes.functional as theirs
 
-    for double in (True, False):
-        q = their_quantize(weight, double)
-        golden |= {f"{double}.{name}": value for name, value in zip(FIELDS, q, strict=True) if value is not None}
-        state = theirs.QuantState(q.scales, weight.shape, blocksize=64, quant_type="nf4", offset=q.offset)
-        if double:
-            state.state2 = theirs.QuantState(q.scale_scales, code=q.scale_map, blocksize=256, dtype=torch.float32)
-            state.nested = True
-        for dtype, rows in ((torch.float32, 8), (torch.bfloat16, 32)):
-            state.dtype = dtype
-            golden[f"{double}.{dtype}"] = theirs.dequantize_4bit(q.codes[:, None], state)[:rows].clone()
+    weight = weights_in(torch.bfloat16, (96, 192))
+    q = their_quantize(weight)
+    golden = {"weight": weight} | {f"True.{name}": value for name, value in zip(FIELDS, q, strict=True)}
+    state = theirs.QuantState(q.scales, weight.shape, blocksize=64, quant_type="nf4", offset=q.offset)
+    state.state2 = theirs.QuantState(q.scale_scales, code=q.scale_map, blocksize=256, dtype=torch.float32)
+    state.nested = True
+    for dtype, rows in ((torch.float32, 8), (torch.bfloat16, 32)):
+        state.dtype = dtype
+        golden[f"True.{dtype}"] = theirs.dequantize_4bit(q.codes[:, None], state)[:rows].clone()
     save_file(golden, GOLDEN)
 
 

@@ -22,7 +22,7 @@ if triton is not None:
     from snug.kernels import LOW
 
     @triton.jit
-    def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr, PART: constexpr):
+    def rotated(x, cos, sin, d, D, mask, ROTARY, PART):
         """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin.
 
         PART: how many of a head's numbers turn, in place of D. What is behind stays: its cos is 1, its sin 0."""
@@ -51,8 +51,8 @@ if triton is not None:
         scale,
         d,
         D,
-        N: constexpr,
-        WINDOW: constexpr,
+        N,
+        WINDOW,
     ):
         """The softmax of active queries (M,) over columns begin .. end - 1, online (Milakov and Gimelshein 2018).
 
@@ -124,7 +124,7 @@ if triton is not None:
 
     @triton.jit
     def write_column(
-        k, v, cos, sin, keys, values, s, g, k_row, v_row, now, d, D, ROTARY: constexpr, PART: constexpr
+        k, v, cos, sin, keys, values, s, g, k_row, v_row, now, d, D, ROTARY, PART
     ):  # fmt: skip
         """Rotate the key of slot s, and write it and its value to column `now`."""
         inside = d < D

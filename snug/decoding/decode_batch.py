@@ -65,18 +65,18 @@ class DecodeBatch:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        prompts: list[list[int]],
-        k: int,
-        max_new_tokens: int,
-        max_batch: int | None,
+        model,
+        prompts,
+        k,
+        max_new_tokens,
+        max_batch,
         stop_token=None,
         *,
-        temperature: float = 1.0,
-        chunk_mb: float = 0,
+        temperature=1.0,
+        chunk_mb=0,
         is_over=None,
         ask=None,
-        cuda_graphs: bool = False,
+        cuda_graphs=False,
     ):
         """k completions of each prompt. The other options are those of sample.sample_groups, but
 

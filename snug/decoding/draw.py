@@ -28,7 +28,7 @@ if triton is not None:
     from snug.kernels import LN2, LOW
 
     @triton.jit
-    def pick(p, u, N: constexpr):
+    def pick(p, u, N):
         """p (N,), u in [0, 1) -> the entry in whose interval of the cumulative sum u falls, and where in it, in [0, 1).
 
         In float64 the order of additions does not matter. If rounding, or a NaN, leaves no entry: the largest."""

@@ -14,7 +14,6 @@ Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
 
 import math
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import torch
@@ -42,11 +41,9 @@ class Completions:
         age     1 0 2
     """
 
-    def __init__(self, window: int, slots: int, width: int, keep_all: bool, new):
-        """window: 0 if the layers see all. new(make, slots, columns) -> a tensor for these layers."""
-        self.window = window
-        self.width = width if keep_all or not window else min(width, window)
-        self.both = new(torch.empty, slots, self.width)
+    def __init__(self, window, both):
+        """window: 0 if the layers see all."""
+        self.window, self.both, self.width = window, both, both.shape[4]
         self.cleared = 0  # columns
 
     def clear(self, slots: int, columns: int):
@@ -91,14 +88,14 @@ class KVCache:
     def __init__(
         self,
         config,
-        prompt_slots: int,
-        prompt_width: int,
-        slots: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group_size: int = 1,
-        keep_all: bool = True,
+        prompt_slots,
+        prompt_width,
+        slots,
+        width,
+        dtype,
+        device,
+        group_size=1,
+        keep_all=True,
     ):
         """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt. keep_all:
         layers with a window keep the whole completion, too, as replies need it."""
@@ -106,17 +103,18 @@ class KVCache:
         for layer in range(config.n_layer):
             layers.setdefault(config.windows[layer], []).append(layer)
 
-        def new(layers, make, slots, columns):
+        def new(layers, slots, columns):
             shape = layers, 2, slots, config.n_kv_head, columns, config.head_size
-            return make(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.completions, self.of_layer = [], {}  # of_layer: layer -> its Completions, its place there
         for window, numbers in layers.items():
-            part = Completions(window, slots, width, keep_all, partial(new, len(numbers)))
+            columns = width if keep_all or not window else min(width, window)
+            part = Completions(window, new(len(numbers), slots, columns))
             self.completions.append(part)
             self.of_layer |= {layer: (part, place) for place, layer in enumerate(numbers)}
-        self.prompt = new(config.n_layer, torch.zeros, prompt_slots, prompt_width)
+        self.prompt = new(config.n_layer, prompt_slots, prompt_width).zero_()
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.ragged = False  # is a prompt shorter than the others?
         self.max_length = prompt_width + width

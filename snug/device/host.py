@@ -12,7 +12,6 @@ import mmap
 import weakref
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -56,10 +55,6 @@ class Ledger:
 
 HOST = Ledger()
 SYSTEM = Path("/")
-CGROUPS = [  # of version 2 and of version 1: folder, limit, use
-    ("sys/fs/cgroup", "memory.max", "memory.current"),
-    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-]
 
 
 def available_on_host() -> int:
@@ -73,15 +68,15 @@ def left_in_cgroups():
 
     What it has read from files counts as left: the kernel drops it before anything is killed.
     """
-    lines = (SYSTEM / "proc/self/cgroup").read_text().splitlines()  # "0::/a/b"
-    for path, (root, limit, used) in product((line.split(":", 2)[2] for line in lines), CGROUPS):
-        inner = SYSTEM / root / path[1:]
-        for folder in (inner, *inner.parents):
-            # From inside a container an outer one is not seen; "max" is no limit.
-            with suppress(OSError, ValueError, KeyError):
-                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                files = int(stat["active_file"]) + int(stat["inactive_file"])
-                yield int((folder / limit).read_text()) - int((folder / used).read_text()) + files
+    groups = (SYSTEM / "proc/self/cgroup").read_text()
+    inner = SYSTEM / "sys/fs/cgroup" / groups.rpartition("0::/")[2].strip()  # of version 2: "0::/a/b"
+    for folder in (inner, *inner.parents):
+        # From inside a container an outer one is not seen; "max" is no limit.
+        with suppress(OSError, ValueError, KeyError):
+            stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            files = int(stat["active_file"]) + int(stat["inactive_file"])
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+            yield limit - used + files
 
 
 def new_on_host(

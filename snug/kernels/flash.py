@@ -22,7 +22,7 @@ TILE = 64  # most tokens of a tile (Segments.tiles)
 if triton is not None:
 
     @triton.jit
-    def tile_of(tiles, program, heads, D: constexpr, DP: constexpr, PARTS: constexpr, M: constexpr):
+    def tile_of(tiles, program, heads, D, DP, PARTS, M):
         """-> a program's head; first token, end of its tokens, and the other columns of its line of `tiles`; its tokens
         (M, 1), places in a head (1, DP), and which of both there are.
 
@@ -54,9 +54,9 @@ if triton is not None:
         start,
         token,
         d,
-        D: constexpr,
-        N: constexpr,
-        WINDOW: constexpr,
+        D,
+        N,
+        WINDOW,
     ):
         """-> block i of what queries see: its keys (N, 1), their mask (N, DP), and a query's first and last key (M, 1).
 

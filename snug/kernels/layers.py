@@ -44,18 +44,15 @@ def add_product(y, x, weight, alpha: float = 1.0):
 
 
 @torch.no_grad()
-def hold_in_nf4(model: nn.Module, device, empty: bool = False, double: bool = True):
-    """Hold the weights of all `Linear` layers in NF4, on `device`. empty: without values, to load.
-
-    double: quantize the scales, too.
-    """
+def hold_in_nf4(model: nn.Module, device, empty: bool = False):
+    """Hold the weights of all `Linear` layers in NF4, on `device`. empty: without values, to load."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not isinstance(layer.weight, NF4):
             weight = layer.weight
             del layer.weight  # the parameter
             layer.weight = NF4(weight.shape, device)
             if not empty:
-                layer.weight.copy_(weight, double=double)
+                layer.weight.copy_(weight)
 
 
 class RMSNorm(nn.RMSNorm):

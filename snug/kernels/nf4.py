@@ -7,10 +7,10 @@
 The row-major values are cut into blocks of 64. A block has a scale, its largest absolute value, and each value divided
 by it becomes the code of the nearest of 16 numbers, the quantiles of a normal distribution. Double quantization: the
 scales, less their mean, are cut into blocks of 256, and become 8-bit codes of the same kind. Bits a value:
-4 + 8 / 64 + 32 / (64 * 256) = 4.127; without double quantization 4.5.
+4 + 8 / 64 + 32 / (64 * 256) = 4.127.
 
 We choose the nearest number, as bitsandbytes' kernels for any device do. Its CPU kernel for scales first rounds to
-multiples of 2^-15, so one scale in 500 gets a neighbour's code there. What is quantized already is read bit for bit.
+multiples of 2^-15, so one scale in 500 gets a neighbour's code there.
 
 A decode step has few rows and reads all weights. Through a dequantized W it moves 4.5 bytes a weight, by `product` 0.5.
 
@@ -57,11 +57,8 @@ if triton is not None:
     @triton.jit
     def read_blocks(codes, scales, scale_map, scale_scales, offset, block, mask):
         """block (n,) -> the 32 bytes of each, and its scale (n, 1)."""
-        scale = tl.load(scales + block, mask)
-        if offset is not None:
-            scale = tl.load(scale_map + scale) * tl.load(scale_scales + block // 256, mask) + tl.load(
-                offset
-            )
+        scale = tl.load(scale_map + tl.load(scales + block, mask))
+        scale = scale * tl.load(scale_scales + block // 256, mask) + tl.load(offset)
         return tl.load(codes + block[:, None] * 32 + tl.arange(0, 32), mask[:, None]), scale[:, None]
 
     @triton.jit
@@ -107,7 +104,7 @@ if triton is not None:
         return total, last
 
     @triton.jit
-    def adapter(h, B, m, row, in_x, in_w, rank, RANK: constexpr):
+    def adapter(h, B, m, row, in_x, in_w, rank, RANK):
         """-> B h^T (rows of W, rows of x)."""
         r = tl.arange(0, RANK)
         thin = tl.load(h + m[:, None] * rank + r, in_x[:, None] & (r < rank), 0.0)
@@ -181,10 +178,10 @@ class Quantized(NamedTuple):
     """A matrix of n values, a multiple of 64."""
 
     codes: torch.Tensor  # (n / 2,) uint8; the first of two values has the upper four bits
-    scales: torch.Tensor  # (n / 64,) uint8; float32 without double quantization, which lacks the rest
-    scale_map: torch.Tensor | None = None  # (256,) float32: the number of each code of `scales`
-    scale_scales: torch.Tensor | None = None  # (n / 64 / 256,) float32, rounded up
-    offset: torch.Tensor | None = None  # () float32
+    scales: torch.Tensor  # (n / 64,) uint8
+    scale_map: torch.Tensor  # (256,) float32: the number of each code of `scales`
+    scale_scales: torch.Tensor  # (n / 64 / 256,) float32, rounded up
+    offset: torch.Tensor  # () float32
 
 
 def dynamic_map() -> list[float]:
@@ -221,15 +218,13 @@ def blockwise(values, numbers, size):
 
 
 @torch.no_grad()
-def quantize(weight: torch.Tensor, double: bool = True) -> Quantized:
-    """weight (rows, columns) -> Quantized on its device. double: quantize the scales, too. Raises ValueError."""
+def quantize(weight: torch.Tensor) -> Quantized:
+    """weight (rows, columns) -> Quantized on its device. Raises ValueError."""
     values = weight.reshape(-1)
     if len(values) % BLOCK:
         raise ValueError(f"{len(values)} values are no multiple of {BLOCK}")
     codes, scales = blockwise(values, values.new_tensor(TABLE, dtype=torch.float32), BLOCK)
     codes = codes[::2] << 4 | codes[1::2]
-    if not double:
-        return Quantized(codes, scales)
     offset, numbers = scales.mean(), scales.new_tensor(DYNAMIC_MAP)
     scales, scale_scales = blockwise(scales - offset, numbers, SCALE_BLOCK)
     return Quantized(codes, scales, numbers, scale_scales, offset)
@@ -258,10 +253,8 @@ def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
 @component("dequantized weights")
 def dequantize_torch(q, pairs, out):
     """The kernel's twin: bit for bit the same values, piece by piece."""
-    scales = q.scales
-    if q.offset is not None:
-        scales = q.scale_map[scales.int()]
-        scales.mul_(q.scale_scales.repeat_interleave(SCALE_BLOCK)[: len(scales)]).add_(q.offset)
+    scales = q.scale_map[q.scales.int()]
+    scales.mul_(q.scale_scales.repeat_interleave(SCALE_BLOCK)[: len(scales)]).add_(q.offset)
     blocks = out.view(-1, BLOCK), q.codes.view(-1, BLOCK // 2), scales[:, None]
     for piece, codes, scale in zip(*(x.split(PIECE) for x in blocks), strict=True):
         code = codes.flatten().int()
@@ -287,17 +280,12 @@ class NF4:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def copy_(self, weight: "torch.Tensor | Quantized", start: int = 0, double: bool = True):
-        """The rows from `start` on: weight (some rows, columns) quantized, or what is quantized and on the device.
-
-        -> self. Raises ValueError if the matrix has NaN or infinity.
-        """
-        if not isinstance(weight, Quantized):
-            weight = quantize(weight.to(self.device), double)
-        if not all(tensor.isfinite().all() for tensor in weight if tensor is not None):
+    def copy_(self, weight: torch.Tensor, start: int = 0):
+        """The rows from `start` on: weight (some rows, columns) quantized. Raises ValueError if it has NaN or infinity."""
+        part = quantize(weight.to(self.device))
+        if not all(tensor.isfinite().all() for tensor in part):
             raise ValueError("has NaN or infinity")
-        self.parts[start] = weight
-        return self
+        self.parts[start] = part
 
     def by_rows(self):
         """Yield (first row, end, Quantized) of each part."""

@@ -2,7 +2,7 @@
 
     Segments   which tokens of the row see which
     attend     attention by them, differentiable: Triton kernels on CUDA (flash.py), a few calls of PyTorch's attention
-               on a CPU, and F.scaled_dot_product_attention with a dense mask elsewhere, on MPS group by group. The last
+               on a CPU, and F.scaled_dot_product_attention with a dense mask elsewhere, group by group. The last
                is the others' oracle, and attention without segments.
 
 On a CPU a completion's attention has two parts: to its prompt and to itself. Each part is a softmax by itself; the
@@ -200,15 +200,11 @@ def attend(q, k, v, mask=None, window: int = 0):
             window = 0
         if uses_triton(q) or kind_of(q) == "cpu":
             return Attend.apply(q, k, v, mask, window)
-        sees = mask.mask(window)
-        if (
-            kind_of(q) == "mps"
-        ):  # its attention keeps all scores for backward: here no group's for another
-            rows = [slice(begin, end) for begin, _, end in mask.groups]
-            parts = [attend(*(x[:, :, row] for x in (q, k, v)), sees[row, row]) for row in rows]
-            return torch.cat(parts, 2)
-        mask = sees
-    elif 0 < window < T:
+        # Group by group, because attention keeps its scores for backward: no group's for another
+        sees, rows = mask.mask(window), [slice(begin, end) for begin, _, end in mask.groups]
+        parts = [attend(*(x[:, :, row] for x in (q, k, v)), sees[row, row]) for row in rows]
+        return torch.cat(parts, 2)
+    if 0 < window < T:
         position = torch.arange(T, device=q.device)
         band = in_window(position, position, window)
         mask = band if mask is None else mask & band

@@ -38,9 +38,7 @@ SCRATCH = 2**19
 if triton is not None:
 
     @triton.jit
-    def read_row(
-        logits, scale, width, n_vocab, BLOCK: constexpr, PADDED: constexpr, ENTROPY: constexpr
-    ):
+    def read_row(logits, scale, width, n_vocab, BLOCK, PADDED, ENTROPY):
         """Of z = scale * logits -> its largest, log2 of the sum of 2^(z - largest), and with ENTROPY the mean of z.
 
         Each lane keeps the maximum and the sum of its columns, so the loop has no barrier. One of the two exponentials

@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,6 +127,17 @@ def register():
     torch.Generator = Generator
 
 
+def print_cases(cases, mode):
+    """What each case that the command line names returns, in a new mode, or its error: a line of JSON."""
+    for name in sys.argv[1:]:
+        try:
+            with mode() as entered:
+                told = dict(told=cases[name](entered), problems=sorted(getattr(entered, "problems", [])))
+        except Exception:
+            told = dict(error=traceback.format_exc())
+        print(json.dumps([name, told]), flush=True)
+
+
 def iterate(mode, shape, options, micro_batches):
     """An iteration of GRPO of 8 sequences -> the waits of its training phase."""
     common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=2, group_size=4)
@@ -210,6 +223,18 @@ def sample(mode, shape, options):
         assert batch.refill() and len(batch.sequences) < 6  # idle slots were removed
         batch.step()
     return waits
+
+
+def cases_of(train, sample, sft, ladder, samplers):
+    """{name: a function of the mode}: GPT-2 plain and sampled, Qwen with all options."""
+    found = {}
+    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN).items():
+        for name, options in ladder.items() if shape_name == "qwen" else [("plain", {})]:
+            found[f"train-{shape_name}-{name}"] = partial(train, shape=shape, options=options)
+        for name, options in samplers.items() if shape_name == "qwen" else [("sampled", {})]:
+            found[f"sample-{shape_name}-{name}"] = partial(sample, shape=shape, options=options)
+        found[f"sft-{shape_name}"] = partial(sft, shape=shape)
+    return found
 
 
 def run_apart(file, request, cases):
