@@ -35,8 +35,8 @@ from training.dry_run import DryTraining
 from training.figures import Scored
 from training.optimizer import make_optimizer
 
-GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
-QWEN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", bias=False, qkv_bias=True)
+GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32)
+QWEN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True)
 PROMPT, COMPLETION = 9, 6
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 LADDER = {
