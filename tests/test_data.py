@@ -1,13 +1,9 @@
 """Tasks: prompts that never cross from train to test, and rewards that cannot be talked into anything."""
 
-import math
 import random
 import sys
 
 import pytest
-import tiktoken
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import data
 import evaluate
@@ -266,27 +262,6 @@ def test_rewards_ignore_unknown_columns_and_refuse_ragged_ones():
 # -----------------------------------------------------------------------------
 # Messages
 
-TEMPLATE = "<|im_start|>{role}\n{content}<|im_end|>\n"
-
-
-def written(prompt):
-    """Messages in Qwen's template."""
-    if isinstance(prompt, str):
-        return prompt
-    return "".join(TEMPLATE.format(**message) for message in prompt) + "<|im_start|>assistant\n"
-
-
-def encoder(merges):
-    """A tokenizer that merges as it is told, and any two pieces that meet, with special tokens -> a function of text or messages."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    for piece in dict.fromkeys(merges):
-        ranks.setdefault(piece, len(ranks))
-    special = {name: len(ranks) + i for i, name in enumerate(("<|im_start|>", "<|im_end|>"))}
-    encoding = tiktoken.Encoding("merging", pat_str="(?s).+", mergeable_ranks=ranks, special_tokens=special)
-    return lambda prompt: encoding.encode(
-        written(prompt), allowed_special="all" if isinstance(prompt, list) else set(), disallowed_special=()
-    )
-
 
 @pytest.mark.parametrize("name", TASKS)
 def test_prompts_as_messages(name):
@@ -302,24 +277,6 @@ def test_prompts_as_messages(name):
     row = chat.prompts("train", [0])[0]
     assert rewards(chat, [row], [chat.demonstration(row, random.Random(0))]) == [1.0]
     assert chat.prompts("train", [0, 0]) == [row, row]  # asking changes nothing
-
-
-pieces = st.text(alphabet="user\n0123456789+-=<>answMk ", min_size=2, max_size=4).map(str.encode)
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.sampled_from(sorted(TASKS)), st.lists(pieces, max_size=40), st.sampled_from(["", "sum:", "Think of 7"]))
-def test_no_prompt_in_a_template_has_more_tokens_than_the_longest(name, merges, system_prompt):
-    task, encode = CHATS[name], encoder(merges)
-    task.settings.system_prompt = system_prompt
-    prompt, answer = task.longest(encode)
-    rows = task.prompts("train", range(30))
-    assert max(len(encode(row["prompt"])) for row in rows) <= prompt
-    assert max(len(encode(task.demonstration(row, random.Random(0)))) for row in rows) <= answer
-    assert prompt <= task.longest_bytes()[0] + len(system_prompt) + 40 + 16  # and it is no idle bound
-
-
-CHATS = {name: task_of(**options, chat=True) for name, options in TASKS.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -353,23 +310,6 @@ def test_addition_reward():
     wrong = ["9553", ">9553>", ">9554", ">009553", ">9553 ", ">९५५३", ">6025+3528"]
     rewarded = task_of().rewards(["6025+3528="] * 10, right + wrong, answer=[9553] * 10)
     assert rewarded == [1.0] * 3 + [0.0] * 7
-
-
-def test_addition_forgets_each_carry_with_the_given_probability():
-    """A forgotten carry lowers the answer for good, so a row with c carries stays right with probability (1 - p) ** c."""
-    p = 0.3
-    task = task_of(demonstration_noise=p)
-    rows, rng = task.prompts("train", range(4000)), random.Random(0)
-    right = rewards(task, rows, [task.demonstration(row, rng) for row in rows])
-    chances = [(1 - p) ** carries(*row["numbers"]) for row in rows]
-    deviation = math.sqrt(sum(chance * (1 - chance) for chance in chances))
-    assert abs(sum(right) - sum(chances)) < 5 * deviation
-    assert all(r == 1.0 for r, chance in zip(right, chances, strict=True) if chance == 1)
-
-
-def carries(a, b):
-    """How many places of a + b pass one on: 6025 + 3528 has 1."""
-    return sum(a % 10**i + b % 10**i >= 10**i for i in range(1, 20))
 
 
 # -----------------------------------------------------------------------------

@@ -123,15 +123,6 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
 
 
-def test_names_that_share_only_their_folder_are_not_similar():
-    runs = ["some/folder/mine", "some/folder/grpo_small.1", "some/folder/grpo_small"]
-    assert options.did_you_mean("some/folder/nothere", runs) == options.did_you_mean("some/folder/nothing", runs) == ""
-    for word in ("some/folder/grpo_smal", "grpo_smal", "some/foldr/grpo_small/"):
-        assert options.did_you_mean(word, runs) == "; did you mean some/folder/grpo_small?"
-    assert options.did_you_mean("mnie", iter(runs)) == "; did you mean some/folder/mine?"
-    assert options.did_you_mean("ten", ["tokenizer", "seed"]) == options.did_you_mean("", ["a"]) == ""
-
-
 def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
     for cls in (SFTSettings, GRPOSettings, EvaluateSettings):
         said = "; it is an option of --task=countdown"
