@@ -207,7 +207,7 @@ PROGRAMS = 264
 REGISTERS = 168
 
 
-def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int):
+def kernel_shape(H, G, D, itemsize, group_size):
     """-> the kernel's constants. About group_size slots read the same prompt."""
     R = H // G
     DP = triton.next_power_of_2(max(16, D))
@@ -220,7 +220,7 @@ def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int):
     return dict(R=R, TILE=min(group, M // heads), M=M, N=N, DP=DP)
 
 
-def split_columns(width: int, programs: int, block: int):
+def split_columns(width, programs, block):
     """-> (stretches, columns per stretch) of `width` columns. programs: how many run without splitting.
 
     A stretch has at least two blocks. There are at most 16, because one program joins their parts one by one."""
@@ -230,7 +230,7 @@ def split_columns(width: int, programs: int, block: int):
     return -(-blocks // each), each * block
 
 
-def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
+def tiles_of(prompt_slot, prompt_slots, tile):
     """prompt_slot (n,), the prompt slot that each slot reads -> (tiles, 1 + tile) int32.
 
     A line has a prompt slot and the slots of one program, which all read it; -1: none. The number of lines is the most
@@ -246,7 +246,7 @@ def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
     return table
 
 
-def ranks(prompt_slot: np.ndarray):
+def ranks(prompt_slot):
     """-> each slot's rank among those that read the same prompt slot (n,), and how many read each prompt slot."""
     counts = np.bincount(prompt_slot)
     order = np.argsort(prompt_slot, kind="stable")

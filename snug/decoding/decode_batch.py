@@ -228,7 +228,7 @@ class DecodeBatch:
         self.t[slots] = ends
         self.draw(hidden[:, 0], slots)
 
-    def admit(self, room: int):
+    def admit(self, room):
         """-> the next waiting sequences, at most `room`, with prompts in the cache. Prefills missing prompts."""
         stop = min(self.next_sequence + room, self.N)
         if stop > self.next_prompt * self.k:
@@ -246,7 +246,7 @@ class DecodeBatch:
             self.next_prompt += len(missing)
         return range(self.next_sequence, min(stop, self.next_prompt * self.k))
 
-    def prefill(self, prompts: range, prompt_slots: np.ndarray):
+    def prefill(self, prompts, prompt_slots):
         """Read the prompts with these numbers into these prompt slots, PREFILL_TOKENS at a time."""
         self.prompt_slot[prompts] = prompt_slots
         n = self.prompts_at_once
@@ -260,7 +260,7 @@ class DecodeBatch:
             hidden = self.model(tokens, cache=self.cache, last=last)[:, 0]  # (P, C)
             self.prompt_hidden[upload(slots, self.device)] = hidden.to(self.prompt_hidden.dtype)
 
-    def start(self, slots: np.ndarray, new: range):
+    def start(self, slots, new):
         """Start sequences `new` in these slots: draw their first tokens from their prompts' hidden states."""
         self.next_sequence = new.stop
         self.held[slots] = new
@@ -301,7 +301,7 @@ class DecodeBatch:
         self.token[slots] = token
         self.sequences[slots] = sequences.masked_fill(over, self.N)
 
-    def shrink(self, active: np.ndarray):
+    def shrink(self, active):
         """Keep only these slots, rising numbers, and the prompt slots that they read."""
         if self.recorder:
             self.recorder.graph = None

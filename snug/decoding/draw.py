@@ -92,7 +92,7 @@ if triton is not None:
 
 
 @torch.no_grad()
-def sample_tokens(model, hidden, u, temperature: float, chunk_mb: float = 0):
+def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
     The token is the one whose interval of the cumulative distribution contains u; at temperature 0 it is the likeliest,
@@ -156,7 +156,7 @@ def draw_triton(model, hidden, u, temperature, tokens, logprobs):
     )
 
 
-def stretches(width: int, n_vocab: int):
+def stretches(width, n_vocab):
     """-> (columns of a stretch, draw_kernel's constants). Stretches cover the row, and each fits in a block."""
     block, warps = tile(width)
     steps = -(-n_vocab // block)
@@ -164,7 +164,7 @@ def stretches(width: int, n_vocab: int):
     return steps * (block // number), dict(BLOCK=block, STRETCHES=number, num_warps=warps)
 
 
-def uniforms(seed: int, sequences, steps):
+def uniforms(seed, sequences, steps):
     """sequences (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, sequence, step), the same on
     every machine.
 

@@ -46,7 +46,7 @@ class Completions:
         self.window, self.both, self.width = window, both, both.shape[4]
         self.cleared = 0  # columns
 
-    def clear(self, slots: int, columns: int):
+    def clear(self, slots, columns):
         """Zero these columns, if not all are written, of the first slots; later calls have no more of them.
 
         Plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN. Memory that is not used is not touched:
@@ -57,7 +57,7 @@ class Completions:
             self.both[:, :, :slots, :, self.cleared : end] = 0
             self.cleared = end
 
-    def sees(self, prompt_lengths, t, T_p: int, columns: int):
+    def sees(self, prompt_lengths, t, T_p, columns):
         """prompt_lengths (n,), t (n, S): numbers of tokens -> (n, S, T_p + columns) boolean: what they see of their
         prompt, and of their completion's columns."""
         t, length = t[..., None], prompt_lengths[:, None, None]
@@ -130,18 +130,18 @@ class KVCache:
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
 
-    def begin_prefill(self, prompt_slots, lengths: list[int]):
+    def begin_prefill(self, prompt_slots, lengths):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
         self.prefill_slots = upload(prompt_slots, self.device)
         self.ragged |= min(lengths) < self.prompt.shape[4]
         self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
 
-    def write_prompts(self, layer: int, k, v):
+    def write_prompts(self, layer, k, v):
         """k, v (P, G, T, D) of the prompts, T at most T_p."""
         for prompt, values in zip(self.prompt[layer], (k, v), strict=True):
             prompt.narrow(2, 0, values.shape[2])[self.prefill_slots] = values.to(self.dtype)
 
-    def compact(self, slots: np.ndarray, prompt_slots: np.ndarray, columns: int):
+    def compact(self, slots, prompt_slots, columns):
         """Keep only these slots, the first `columns` columns, and prompt slots, rising numbers, as 0, 1, 2 ..."""
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
@@ -156,7 +156,7 @@ class KVCache:
         self.prompt = self.prompt[:, :, : len(prompt_slots)]
         self.prompt_lengths = self.prompt_lengths[prompt_slots]
 
-    def assign(self, prompt_slot: np.ndarray):
+    def assign(self, prompt_slot):
         """prompt_slot (n,): the prompt slot that each slot reads; -1: the slot is idle.
 
         Plain torch multiplies a prompt's keys by all queries that read it in one matmul. Its queries, pairs (slot, key
@@ -197,11 +197,11 @@ class KVCache:
             rows = torch.arange(2 * S * G, device=self.device) * part.width
             part.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
 
-    def clear(self, slots: int, columns: int):
+    def clear(self, slots, columns):
         for part in self.completions:
             part.clear(slots, columns)
 
-    def begin_step(self, t: torch.Tensor, columns: int, same_t: bool):
+    def begin_step(self, t, columns, same_t):
         """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
 
         same_t: t is the same in all active slots, so that no column needs to be hidden."""
@@ -243,7 +243,7 @@ class KVCache:
             part.reply_sees = part.sees(prompt_lengths, columns, T_p, width)[:, None]
         return columns, prompt_lengths[:, None] + columns
 
-    def attend_reply(self, layer: int, q, k, v, rotary):
+    def attend_reply(self, layer, q, k, v, rotary):
         """q (w, H, R, D), k and v (w, G, R, D) -> (w, H, R, D). Writes the keys and values of the reply."""
         slots, prompt_slots, columns = self.reply
         if rotary is not None:
@@ -284,7 +284,7 @@ class KVCache:
             y = self.attend_torch(layer, q)
         return y.view(n, H, 1, D).to(self.dtype)
 
-    def attend_torch(self, layer: int, q):
+    def attend_torch(self, layer, q):
         """q (n * G, R, D) -> the same."""
         prompt = self.prompt[layer, :, self.prompts_in_use]
         _, P, G, T_p, D = prompt.shape
@@ -305,7 +305,7 @@ class KVCache:
         y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
         return torch.baddbmm(y, weights[..., T_p:], v)
 
-    def attend_triton(self, layer: int, q, k, v, rotary):
+    def attend_triton(self, layer, q, k, v, rotary):
         """`attend` by one kernel. All that it writes to is allocated here, except `counters`, which are 0 between
         launches and stay where they are."""
         n, H, _, D = q.shape

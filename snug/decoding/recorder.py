@@ -20,7 +20,7 @@ class Recorder:
     The tensors that a step makes are in a memory pool. The graphs of a batch use it one after the other: delete a graph
     before the next one is recorded. The results of a step are written into older tensors, outside the pool."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device):
         self.device, self.enabled = device, True
         self.graph = None
         # Made with the first graph. It frees its memory when it is deleted after the last graph. Attributes are deleted

@@ -22,7 +22,7 @@ MASK = 2**32 - 1
 ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key: int, first: int, scratch):
+def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first, scratch):
     """Update n weights, at most 2**30. All tensors are (n,) and contiguous; all but gradient are changed in place.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or
@@ -52,7 +52,7 @@ def new_scratch(weight):
     return *numbers, *bits, bits.new_empty(n, dtype=torch.int32)
 
 
-def numbers_of(group: dict, steps: int, scale: float):
+def numbers_of(group, steps, scale):
     """-> the numbers in the formula: scale, share1, share2, decay, rate, correction, eps.
 
     group: an optimizer's parameter group. steps: 1 for the first step. scale: gradients are multiplied by it, which
@@ -85,7 +85,7 @@ def adamw_torch(weight, gradient, exp_avg, exp_avg_sq, kept, numbers, key, first
     weight.copy_(w)
 
 
-def noises(key: int, first: int, bits, spare):
+def noises(key, first, bits, spare):
     """Yield 16 random bits for each exp_avg, then for each exp_avg_sq, then for each weight, from number `first` on.
 
     bits, spare: scratch, (n,) int64. What is yielded lies there.
@@ -98,7 +98,7 @@ def noises(key: int, first: int, bits, spare):
     yield mix_(bits.bitwise_xor_(key), spare).bitwise_and_(0xFFFF)
 
 
-def mix(x: int) -> int:
+def mix(x) -> int:
     """A hash of 32 bits: lowbias32, Chris Wellons, github.com/skeeto/hash-prospector, 2018."""
     for shift, factor in ROUNDS:
         x = (x ^ (x >> shift)) * factor & MASK
@@ -112,7 +112,7 @@ def mix_(x, spare):
     return x
 
 
-def key_of(seed: int, steps: int, parameter: int):
+def key_of(seed, steps, parameter):
     """-> 32 bits, different for each step and parameter."""
     key = 0
     for number in (seed, steps, parameter):

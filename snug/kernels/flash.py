@@ -238,7 +238,7 @@ if triton is not None:
         put(dk, dv, (key * G + g) * D + d, dkeys, dvalues, mask)
 
 
-def kernel_shape(q, k, keys: bool = False):
+def kernel_shape(q, k, keys=False):
     """-> a kernel's constants, warps and stages for q (1, H, T, D) and k (1, G, T, D). keys: for `keys_kernel`, which
     holds two sums in registers.
 

@@ -37,14 +37,14 @@ class Linear(nn.Linear):
         return y if residual is None else residual + y
 
 
-def add_product(y, x, weight, alpha: float = 1.0):
+def add_product(y, x, weight, alpha=1.0):
     """-> y + alpha x W^T; without gradients in y. With them in a copy, as the norm keeps a residual."""
     addmm = torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
     return addmm(y.flatten(0, -2), x.flatten(0, -2), weight.t(), alpha=alpha).view_as(y)
 
 
 @torch.no_grad()
-def hold_in_nf4(model: nn.Module, device, empty: bool = False):
+def hold_in_nf4(model, device, empty=False):
     """Hold the weights of all `Linear` layers in NF4, on `device`. empty: without values, to load."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not isinstance(layer.weight, NF4):
@@ -60,7 +60,7 @@ class RMSNorm(nn.RMSNorm):
 
     zero_centered: x is multiplied by 1 + weight, which begins at 0."""
 
-    def __init__(self, size: int, eps: float, zero_centered: bool = False):
+    def __init__(self, size, eps, zero_centered=False):
         super().__init__(size, eps)
         self.zero_centered = zero_centered
         if zero_centered:

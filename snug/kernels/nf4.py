@@ -218,7 +218,7 @@ def blockwise(values, numbers, size):
 
 
 @torch.no_grad()
-def quantize(weight: torch.Tensor) -> Quantized:
+def quantize(weight) -> Quantized:
     """weight (rows, columns) -> Quantized on its device. Raises ValueError."""
     values = weight.reshape(-1)
     if len(values) % BLOCK:
@@ -230,7 +230,7 @@ def quantize(weight: torch.Tensor) -> Quantized:
     return Quantized(codes, scales, numbers, scale_scales, offset)
 
 
-def dequantize(q: Quantized, pairs: torch.Tensor, out: torch.Tensor):
+def dequantize(q, pairs, out):
     """Write the values into out (rows, columns). pairs (256,) int64: the two float32 of each byte."""
     if not uses_triton(out):
         dequantize_torch(q, pairs, out)
@@ -280,7 +280,7 @@ class NF4:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def copy_(self, weight: torch.Tensor, start: int = 0):
+    def copy_(self, weight, start=0):
         """The rows from `start` on: weight (some rows, columns) quantized. Raises ValueError if it has NaN or infinity."""
         part = quantize(weight.to(self.device))
         if not all(tensor.isfinite().all() for tensor in part):
@@ -294,7 +294,7 @@ class NF4:
             yield start, end, self.parts[start]
 
     @component("dequantized weights")
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype) -> torch.Tensor:
         """-> a new tensor (rows, columns)"""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         for start, end, part in self.by_rows():
@@ -332,9 +332,7 @@ def takes_product(x, weight) -> bool:
 
 
 @component("activations")
-def product(
-    x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha: float = 1.0
-) -> torch.Tensor:
+def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha=1.0) -> torch.Tensor:
     """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
 
     x (..., columns), at most FEW rows; residual (..., rows); an adapter's h (..., rank) and B (rows, rank). Its twins
@@ -386,7 +384,7 @@ def product(
     return y
 
 
-def weights_of(model: torch.nn.Module) -> dict:
+def weights_of(model) -> dict:
     """{name: parameter or NF4} of all weights."""
     weights = dict(model.named_parameters())
     for name, layer in model.named_modules():

@@ -90,7 +90,7 @@ def kept_by_yarn(config, even):
     return 1 - ((even / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
-def rotary_table(config, length: int, device, kind: str = "rotary"):
+def rotary_table(config, length, device, kind="rotary"):
     """-> cos, sin (length, rotary size), float32: RoFormer's rotation in Llama's half-split layout.
 
     kind: GPTConfig.rope's; "sliding": plain rotary positions of another base."""

@@ -96,7 +96,7 @@ class Segments:
                 completions.append((first, last, begin, middle, ends[np.searchsorted(ends, last)]))
         return np.array(prompts + completions)
 
-    def mask(self, window: int = 0):
+    def mask(self, window=0):
         """-> (T, T) boolean: True where the row's token sees the column's token."""
         start = self.start()
         token = np.arange(len(start))
@@ -180,7 +180,7 @@ class Batch:
             row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
 
 
-def in_window(queries, keys, window: int):
+def in_window(queries, keys, window):
     """Positions of queries (M,) and of keys (N,) -> (M, N) boolean: True where the query may see the key."""
     age = queries[:, None] - keys
     return (age >= 0) & (age < window)
@@ -247,13 +247,13 @@ class Attend(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def band(queries, keys, window: int, dtype):
+def band(queries, keys, window, dtype):
     """Positions of queries (M,) and of keys (N,) -> (M, N), what is added to scores."""
     hidden = ~in_window(queries, keys, window)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, LOWEST)
 
 
-def causal(q, window: int):
+def causal(q, window):
     """What cpu_attention takes for q (n, H, L, D), to be causal and within the window."""
     if not 0 < window < q.shape[2]:
         return dict(is_causal=True)
@@ -261,7 +261,7 @@ def causal(q, window: int):
     return dict(is_causal=False, attn_mask=band(position, position, window, q.dtype))
 
 
-def seen_of_prompt(segments, prompt, completions, window: int, dtype):
+def seen_of_prompt(segments, prompt, completions, window, dtype):
     """-> what of a prompt its completions see, and which of its tokens, as a mask, where they differ.
 
     A token that sees none has a log-sum of about LOWEST, so that its prompt's share is 0."""

@@ -38,9 +38,7 @@ ALREADY_ADDED = (  # CUDA takes 254 characters
 )
 
 
-def rows_per_chunk(
-    n_vocab: int, itemsize: int, chunk_mb: float = 0, device_type: str = "cpu", n_embd: int = 0
-):
+def rows_per_chunk(n_vocab, itemsize, chunk_mb=0, device_type="cpu", n_embd=0):
     """-> rows of logits that fit chunk_mb MiB together with plain torch's scratch; at least one.
 
     The products of a chunk read the whole head and add to its whole gradient, so with few rows they are bound by
@@ -82,7 +80,7 @@ class Chunks:
     teacher: `diverge` fills it before.
     """
 
-    def __init__(self, hidden, weight, targets, options: Options, teacher=None):
+    def __init__(self, hidden, weight, targets, options, teacher=None):
         """hidden (M, C), weight (V, C): cast once if the products run in another dtype. targets (M,)."""
         M, V = len(hidden), len(weight)
         self.hidden = hidden
@@ -126,7 +124,7 @@ class Chunks:
         torch.mm(hidden, self.teacher_weight.t(), out=teacher_logits[:, : len(self.teacher_weight)])
         divergence_rows(logits, teacher_logits, self.options, self.divergence[rows])
 
-    def forward(self, rows, logits, gradient: bool = False):
+    def forward(self, rows, logits, gradient=False):
         """forward_rows of a chunk."""
         entropy = None if self.entropy is None else self.entropy[rows]
         forward_rows(

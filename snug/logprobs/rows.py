@@ -126,7 +126,7 @@ if triton is not None:
                 tl.store(dlogits + row * out_row_stride + column, d.to(dlogits.dtype.element_ty), mask)
 
 
-def tile(width: int, itemsize: int = 2, gradient: bool = False):
+def tile(width, itemsize=2, gradient=False):
     """-> (columns, warps) of a program for rows of `width` columns.
 
     16 elements per lane: two 16-byte loads of bfloat16 and the next two are in flight. An SM has room for 32 warps of
@@ -155,18 +155,18 @@ class Options(NamedTuple):
     chunk_size: int = 0  # rows
 
 
-def accumulator(dtype: torch.dtype):
+def accumulator(dtype):
     """-> the type of sums, log-probs and entropies."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def slabs(M: int, width: int, buffers: int = 1):
+def slabs(M, width, buffers=1):
     """-> slices of M rows. Plain torch works on so many at a time, so that each operation finds its input in the cache."""
     rows = max(1, SCRATCH // (max(1, buffers) * width))
     return [slice(i, i + rows) for i in range(0, M, rows)]
 
 
-def new_scratch(logits, buffers: int):
+def new_scratch(logits, buffers):
     """-> work space of plain torch for a slab, and the slabs: none without data."""
     rows = slabs(*logits.shape, buffers)
     size = min(len(logits), rows[0].stop if rows else 0) * logits.shape[1]
@@ -282,7 +282,7 @@ def launch_rows(
     )
 
 
-def check(M: int, width: int, targets, temperature: float, n_vocab: int | None):
+def check(M, width, targets, temperature, n_vocab):
     """-> n_vocab. Raises ValueError before a kernel would read out of bounds."""
     n_vocab = n_vocab or width
     if targets.shape != (M,) or not temperature > 0 or not 0 < n_vocab <= width:
