@@ -282,24 +282,3 @@ def make_model(
         return model if initialise else model.to_empty(device=device)
     finally:
         torch.set_default_dtype(default)
-
-
-def trained(model: GPT) -> dict[str, nn.Parameter]:
-    """{name: parameter} of those that train, which a checkpoint has: with LoRA the adapters, else all.
-
-    If the model is sharded, these are the rows that this process has.
-    """
-    if hasattr(model, "shards"):
-        return model.shards
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-@component("loss")
-def not_finite(named: dict):
-    """{name: tensor} -> "embedding.weight has NaN or infinity" of the first that has, or None. Copies nothing."""
-    for name, tensor in named.items():
-        if tensor.numel() and tensor.is_floating_point():
-            low_and_high = torch.stack(tensor.aminmax())  # NaN if any element is
-            if not low_and_high.isfinite().all():
-                return f"{name} has NaN or infinity"
-    return None

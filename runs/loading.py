@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from model import GPT, make_model, trained
+from model import GPT, make_model
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
 from settings import GRPOSettings, SFTSettings
 from snug import lora
@@ -24,6 +24,7 @@ from snug.device.pick import pick_device, with_dtype
 from snug.kernels import warn_without_kernels
 from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import weights_of
+from snug.lora import trained
 from snug.options import SnugError, in_one_line
 from snug.options.progress import counted
 from snug.pretrained.shapes import is_pretrained, stored_dtype

@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from model import not_finite
 from runs.checkpoint import PREFIX, checkpoints, iteration_of, write
 from runs.loading import generator_state, tensors_of
 from runs.log import read_log
 from snug.device.processes import ONE_PROCESS
+from snug.memory.ledger import not_finite
 from snug.options import SnugError, in_one_line
 from snug.options.progress import phase
 

@@ -70,6 +70,16 @@ def adapted(model: nn.Module):
     return [layer for layer in model.modules() if getattr(layer, "lora_A", None) is not None]
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """{name: parameter} of those that train, which a checkpoint has: with LoRA the adapters, else all.
+
+    If the model is sharded, these are the rows that this process has.
+    """
+    if hasattr(model, "shards"):
+        return model.shards
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 @contextmanager
 def adapters_off(model: nn.Module):
     """Within this context the model is the one before `add`. Without adapters it changes nothing."""

@@ -156,8 +156,8 @@ MUTANTS = [
     ("functions: no test of an empty input", "examples/functions.py", "max(empty[:1] or pool,", "max(pool,", "test_functions.py"),
     # grpo.py
     ("memory: a rollout outlives its iteration", "grpo.py", "return record, training.samples(scored, entropies)", "training.kept = scored\n    return record, training.samples(scored, entropies)", "test_grpo.py"),
-    ("lora: reference with adapters", "grpo.py", "with adapters_off(reference):", "if True:", "test_lora.py"),
-    ("temperature missing in the reference", "grpo.py", "                settings.temperature,\n                n_vocab", "                1.0,\n                n_vocab", "test_grpo.py"),
+    ("lora: reference with adapters", "training/frozen.py", "with adapters_off(reference):", "if True:", "test_lora.py"),
+    ("temperature missing in the reference", "training/frozen.py", "                settings.temperature,\n                n_vocab", "                1.0,\n                n_vocab", "test_grpo.py"),
     ("teacher: rewards taught all the same", "grpo.py", "return settings.reward_coef * advantages.flatten()", "return advantages.flatten()", "test_teacher.py"),
     ("teacher: steps without rewards are skipped", "grpo.py", "settings.entropy_coef or settings.teacher", "settings.entropy_coef", "test_teacher.py"),
     ("temperature missing in training", "grpo.py", "        temperature=settings.temperature,\n        n_vocab", "        temperature=1.0,\n        n_vocab", "test_grpo.py"),

@@ -17,6 +17,7 @@ from helpers.rollouts import as_on_cuda, some_rollouts
 from settings import GRPOSettings, SFTSettings
 from snug.device.cuda import padded, upload
 from snug.device.processes import OneProcess
+from training import frozen
 
 
 def test_the_docstrings_example():
@@ -195,7 +196,7 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
         cut = Cut(rollouts, max_tokens=most, group_size=4)
         with Calls() as calls:
             both_loops(model, rollouts, cut, **variant)
-            grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+            frozen.trainer_logprobs(model, rollouts, cut, GRPOSettings())
         assert not {"nonzero", "masked_select", "is_nonzero", "equal"} & set(calls.names)
         waits.append(calls.names.count("_local_scalar_dense"))
     assert len(cut.steps[0]) >= 3 and waits[1] <= waits[0]  # a step's metrics are read at its end

@@ -30,10 +30,10 @@ from helpers.fake_device import (
     sample,
     sft,
 )
-from model import not_finite
 from runs.prepare import prepare
 from sample import assemble
 from settings import GRPOSettings, SFTSettings
+from snug.memory.ledger import not_finite
 from snug.options import SnugError
 
 REFUSED = {"activation offload", "host optimizer", "teacher on the host"}  # by a rule of settings.py

@@ -23,7 +23,7 @@ from runs.prepare import prepare
 from settings import LOSSES, GRPOSettings, SFTSettings
 from snug.decoding import uniforms
 from snug.device.kinds import MIB
-from training import state
+from training import frozen, state
 from training.figures import sample_records
 
 
@@ -312,9 +312,9 @@ def test_log_probs_of_trainer_and_reference_are_the_plain_ones(temperature):
     model = make_flat_model("llama", dtype=torch.float64)
     rollouts = some_rollouts(model, temperature=temperature)
     settings = GRPOSettings(temperature=temperature, max_tokens_per_micro_batch=40)
-    found = grpo.trainer_logprobs(model, rollouts, Cut(rollouts, 6, 40), settings)
+    found = frozen.trainer_logprobs(model, rollouts, Cut(rollouts, 6, 40), settings)
     training = SimpleNamespace(settings=settings, model=model, reference=None, limits=None)
-    assert grpo.reference_logprobs(training, rollouts, Cut(rollouts, 6, 40)).equal(found)
+    assert frozen.reference_logprobs(training, rollouts, Cut(rollouts, 6, 40)).equal(found)
     for i in range(12):
         p, c = int(rollouts.prompt_lengths[i]), int(rollouts.completion_lengths[i])
         logits = model.logits(model(rollouts.tokens[i : i + 1, : p + c]))[0, p - 1 : p + c - 1]

@@ -42,6 +42,7 @@ from snug.options import SnugError, read_settings
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
 from snug.tokenizer import get_tokenizer
+from training import frozen
 from training.dry_run import DryRun
 
 DATA = HOME / "tests/data"
@@ -197,7 +198,7 @@ def test_gradients_are_those_of_the_same_values_in_float64(shape, way):
     training = SimpleNamespace(settings=options, reference=None, limits=None)
     references = []
     for training.model in (ours, plain):
-        references.append(grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 14, K)))
+        references.append(frozen.reference_logprobs(training, rollouts, Cut(rollouts, 0, 14, K)))
     torch.testing.assert_close(*references, rtol=0, atol=1e-12)
     rollouts.ref_logprobs = references[0]
     with padded():

@@ -16,6 +16,7 @@ from padded import a_few, padded
 from settings import GRPOSettings
 from snug import lora
 from snug.memory.ledger import LiveBytes
+from training import frozen
 
 VARIANTS = {
     "dapo": dict(beta=0.1),
@@ -97,16 +98,16 @@ def test_logprobs_are_the_padded_ones(shape, budget):
     model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
     cut, options = Cut(rollouts, 6, BUDGETS[budget], K), GRPOSettings(temperature=0.7)
     with padded():
-        expected = grpo.trainer_logprobs(model, rollouts, a_few(cut, 1), options)
-    values = grpo.trainer_logprobs(model, rollouts, cut, options)
+        expected = frozen.trainer_logprobs(model, rollouts, a_few(cut, 1), options)
+    values = frozen.trainer_logprobs(model, rollouts, cut, options)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
     assert (values[rollouts.mask == 1] < 0).all() and (values[rollouts.mask == 0] == 0).all()
     lora.add(model, 4, 8.0, ["qkv", "up"]).double()
     for module in lora.adapted(model):
         torch.nn.init.normal_(module.lora_B)
     training = SimpleNamespace(settings=options, reference=None, model=model, limits=None)
-    assert not torch.allclose(grpo.trainer_logprobs(model, rollouts, cut, options), values, atol=1e-3)
-    assert torch.equal(grpo.reference_logprobs(training, rollouts, cut), values)
+    assert not torch.allclose(frozen.trainer_logprobs(model, rollouts, cut, options), values, atol=1e-3)
+    assert torch.equal(frozen.reference_logprobs(training, rollouts, cut), values)
 
 
 def groups_of(k):
@@ -119,7 +120,7 @@ def groups_of(k):
 def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
     model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts(groups)
     cut = Cut(rollouts, 0, max_tokens, len(groups[0][1]))
-    values = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+    values = frozen.trainer_logprobs(model, rollouts, cut, GRPOSettings())
     with torch.no_grad():
         for i, (p, c) in enumerate(zip(cut.prompt_lengths, cut.completion_lengths, strict=True)):
             tokens = rollouts.tokens[i : i + 1, : p + c]
@@ -136,20 +137,20 @@ def test_completions_do_not_see_one_another(shape, dtype, budget):
     """Other tokens in one completion, or in one prompt: what does not see them stays the same to the last bit."""
     model, rollouts = make_flat_model(shape, dtype=dtype), make_rollouts(dtype=dtype)
     cut = Cut(rollouts, 0, budget, K)
-    before = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+    before = frozen.trainer_logprobs(model, rollouts, cut, GRPOSettings())
     own = rollouts.tokens.clone()
     for i in (0, 7, 12):  # not the last of their groups
         rollouts.tokens = own.clone()
         p = cut.prompt_lengths[i]
         rollouts.tokens[i, p:] = (own[i, p:] + 1) % 16
-        after = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+        after = frozen.trainer_logprobs(model, rollouts, cut, GRPOSettings())
         others = [j for j in range(N) if j != i]
         assert torch.equal(after[others], before[others])
         assert not torch.equal(after[i], before[i])
         group = range(i // K * K, i // K * K + K)
         rollouts.tokens = own.clone()
         rollouts.tokens[group, 0] = (own[group, 0] + 1) % 16
-        after = grpo.trainer_logprobs(model, rollouts, cut, GRPOSettings())
+        after = frozen.trainer_logprobs(model, rollouts, cut, GRPOSettings())
         others = [j for j in range(N) if j not in group]
         assert torch.equal(after[others], before[others])
         assert (after[group] != before[group]).any(1).all()
@@ -168,7 +169,7 @@ def test_nothing_is_read_beyond_the_end(shape):
     options = GRPOSettings(max_new_tokens=12, beta=0.1, importance_sampling_cap=1.1)
     for budget in BUDGETS.values():
         cut = Cut(rollouts, 0, budget, K)
-        assert torch.equal(*(grpo.trainer_logprobs(model, x, cut, options) for x in (rollouts, poisoned)))
+        assert torch.equal(*(frozen.trainer_logprobs(model, x, cut, options) for x in (rollouts, poisoned)))
         for loop in (options, None):
             (metrics, right), (others, gradients) = (gradient(model, x, cut, loop) for x in (rollouts, poisoned))
             assert metrics == others and all(torch.equal(gradients[name], right[name]) for name in right)

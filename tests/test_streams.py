@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import grpo
 import streams
 import train_sft
 from batch import Cut
@@ -28,6 +27,7 @@ from snug.device.kinds import MIB
 from snug.device.streams import aside, settle
 from snug.options import SnugError
 from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams, forgotten_waits
+from training import frozen
 
 CPU = torch.device("cpu")
 
@@ -98,7 +98,7 @@ def reference_on_host(n_layer=4, max_tokens=20):
     reference = make_flat_model("llama", dtype=torch.float64, n_layer=n_layer).requires_grad_(False)
     rollouts = some_rollouts(reference)
     settings = GRPOSettings(beta=0.04, reference="host", max_tokens_per_micro_batch=max_tokens, init_from="x")
-    wanted = grpo.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
+    wanted = frozen.trainer_logprobs(reference, rollouts, Cut(rollouts), settings)
     model = make_flat_model("llama", dtype=torch.float64, n_layer=1)
     stream_from_host(reference, reference.device)
     limits = limits_of(settings, said.append)
@@ -115,7 +115,7 @@ def test_a_streamed_reference_is_the_resident_one(n_layer, kind_of_streams):
     training, rollouts, wanted = reference_on_host(n_layer)
     cut = Cut(rollouts, 0, 20)
     with kind_of_streams():
-        found = grpo.reference_logprobs(training, rollouts, cut)
+        found = frozen.reference_logprobs(training, rollouts, cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert all_at_home(training.reference)
     assert cut.steps == Cut(rollouts, 0, 20).steps  # training's own is as it was
@@ -171,7 +171,7 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
 
     limits.make_smaller = smaller
     with kind_of_streams():
-        found = limits.retry("reference", partial(grpo.reference_logprobs, training, rollouts), cut)
+        found = limits.retry("reference", partial(frozen.reference_logprobs, training, rollouts), cut)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert sizes[:3] == sorted(sizes[:3], reverse=True) and max(sizes[3:]) < sizes[2] < sizes[1] < sizes[0] <= 160
     smaller = ["reference_batches=2", "reference_batches=1", "max_tokens_per_micro_batch=20"]
@@ -188,7 +188,7 @@ def test_streamed_weights_take_larger_micro_batches():
     training, rollouts, _ = reference_on_host(n_layer=1)
     cut, seen = Cut(rollouts, 0, 20), []
     training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
-    grpo.reference_logprobs(training, rollouts, cut)
+    frozen.reference_logprobs(training, rollouts, cut)
     assert all(60 < T <= 80 for T in seen[:-1])
     assert sum(seen) == sum(cut.prompt_lengths) + sum(cut.completion_lengths) - 12
 
@@ -198,7 +198,7 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
     training, rollouts, _ = reference_on_host()
     monkeypatch.setattr(*forgotten)
     with fake_streams(), pytest.raises(Race):
-        grpo.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
+        frozen.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

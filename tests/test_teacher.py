@@ -29,6 +29,7 @@ from snug.memory.ledger import LiveBytes
 from snug.memory.plan import plan
 from snug.options import SnugError
 from snug.pretrained.tensors import save_pretrained
+from training import frozen
 from training.dry_run import DryRun
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -234,7 +235,7 @@ def taught(model, teacher, rollouts, cut, options):
     """Let the teacher read the rollouts, as a run does."""
     limits = SimpleNamespace(reference_batches=4, max_tokens_per_micro_batch=20)
     training = SimpleNamespace(settings=options, teacher=teacher, model=model, limits=limits)
-    rollouts.teacher_outputs = grpo.teacher_outputs(training, rollouts, cut)
+    rollouts.teacher_outputs = frozen.teacher_outputs(training, rollouts, cut)
     return teacher if options.divergence != "sampled" else None
 
 

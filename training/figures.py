@@ -7,9 +7,9 @@ import torch
 
 from data.rewards import repeat_columns
 from loss import kl_divergence
-from model import not_finite
 from sample import Rollouts
 from snug.device.kinds import off_mps
+from snug.memory.ledger import not_finite
 
 SAMPLES = 4  # completions of an iteration in samples.jsonl, in full groups
 FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")

@@ -1,11 +1,81 @@
-"""Forward passes of models that do not train. Left out: the log-probs of a reference or a teacher (grpo.py)."""
+"""Log-probs before the first step, by forward passes without gradient: the trainer's, a reference's, a teacher's."""
 
 import torch
 
 from batch import make_micro_batch
 from model import autocast
 from snug.device.host import borrowed, new_on_host
+from snug.logprobs import head_logprobs
+from snug.lora import adapters_off
 from snug.memory.ledger import component
+
+
+def add_logprobs(rollouts, cut, training):
+    """Give the rollouts the columns (N, T_c) that the loss compares with.
+
+    The model is the sampler, so the sampler's log-probs are the old ones, without a forward pass.
+    importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
+    """
+    settings = training.settings
+
+    def of_all(phase, function, *arguments, **options):
+        """Each process fills in its own sequences."""
+        values = training.attempt(phase, function, *arguments, cut=cut, **options)
+        training.processes.add(values)
+        return values
+
+    rollouts.old_logprobs = rollouts.sampling_logprobs
+    if settings.importance_sampling_cap is not None:
+        rollouts.old_logprobs = of_all(
+            "reference", trainer_logprobs, training.model, rollouts, settings=settings
+        )
+    if settings.beta:
+        rollouts.ref_logprobs = of_all("reference", reference_logprobs, training, rollouts)
+    if settings.teacher:
+        rollouts.teacher_outputs = of_all("teacher", teacher_outputs, training, rollouts)
+
+
+@component("rollouts")
+@torch.no_grad()
+def trainer_logprobs(model, rollouts, cut, settings):
+    """log pi(token) of every completion token, by the forward pass of training -> (N, T_c) float32.
+
+    0 after a completion's end, and in the sequences of other processes.
+    """
+    logprobs = torch.zeros_like(rollouts.sampling_logprobs)
+    for indices in cut.mine(sum(cut.steps, []), model):
+        micro = make_micro_batch(rollouts, indices, cut)
+        with autocast(settings.dtype, model):
+            hidden = micro.completion_hidden(model)
+            values = head_logprobs(  # (M,)
+                hidden,
+                model.lm_head_weight,
+                micro.targets,
+                settings.temperature,
+                n_vocab=model.config.n_vocab,
+                chunk_mb=settings.logits_chunk_mb,
+            )
+        logprobs[micro.row, micro.place] = values.to(logprobs.dtype)
+        del hidden  # before the next forward
+    return logprobs
+
+
+def reference_logprobs(training, rollouts, cut):
+    """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
+    place, reference = training.settings.reference, training.reference or training.model
+    with adapters_off(reference):
+        return run_frozen(trainer_logprobs, reference, place, training, rollouts, cut)
+
+
+def teacher_outputs(training, rollouts, cut):
+    """The same of the teacher; for reverse_kl its hidden states (N, T_c, C_T), where its weights are.
+
+    From the states the head makes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py).
+    """
+    outputs = trainer_logprobs if training.settings.divergence == "sampled" else teacher_states
+    return run_frozen(
+        outputs, training.teacher, training.settings.teacher_device, training, rollouts, cut
+    )
 
 
 def run_frozen(function, model, place, training, rollouts, cut):

@@ -7,8 +7,8 @@ ruined although they are finite.
 
 from pathlib import Path
 
-from model import not_finite
 from runs.saver import UnsafeState, newest_name
+from snug.memory.ledger import not_finite
 from training.figures import columns_of
 
 MAX_DROPPED_STEPS = 5

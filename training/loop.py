@@ -13,7 +13,7 @@ from threading import current_thread, main_thread
 import numpy as np
 import torch
 
-from model import make_model, trained
+from model import make_model
 from runs.checkpoint import base_record, checkpoints
 from runs.loading import (
     configure,
@@ -32,6 +32,7 @@ from snug.device.pick import pick_device, with_dtype
 from snug.device.processes import ONE_PROCESS
 from snug.kernels import warn_without_kernels
 from snug.kernels.nf4 import weights_of
+from snug.lora import trained
 from snug.memory import Limits, MemoryMeter
 from snug.memory.fit import apply, show
 from snug.memory.plan import kind_planned

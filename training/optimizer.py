@@ -21,11 +21,11 @@ from functools import partial
 
 import torch
 
-from model import trained
 from snug.device.host import new_on_host
 from snug.device.kinds import is_planned
 from snug.device.streams import Done, aside, settle
 from snug.kernels.adamw import adamw, key_of, new_scratch, numbers_of
+from snug.lora import trained
 from snug.memory.ledger import COMPONENTS, component
 
 COMPONENTS[__name__] = "optimizer's buffers"

@@ -26,9 +26,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from model import GPT, trained
+from model import GPT
 from runs.loading import configure
 from snug.device.processes import ONE_PROCESS, OneProcess
+from snug.lora import trained
 from snug.options import SnugError, first_line
 from training.figures import join, moved, score
 from training.optimizer import gradients_of

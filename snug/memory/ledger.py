@@ -76,3 +76,14 @@ class LiveBytes(Ledger, TorchDispatchMode):
 def unwatched():
     """A context in which LiveBytes sees no op: for many small steps, where 10 microseconds an op are a long time."""
     return _disable_current_modes()
+
+
+@component("loss")
+def not_finite(named: dict):
+    """{name: tensor} -> "embedding.weight has NaN or infinity" of the first that has, or None. Copies nothing."""
+    for name, tensor in named.items():
+        if tensor.numel() and tensor.is_floating_point():
+            low_and_high = torch.stack(tensor.aminmax())  # NaN if any element is
+            if not low_and_high.isfinite().all():
+                return f"{name} has NaN or infinity"
+    return None
