@@ -79,7 +79,7 @@ def iterate(iteration, training, collect=None):
 
     collect: a planner's stand-in for `collect_groups`.
     """
-    settings, model, processes = training.settings, training.model, training.processes
+    settings, model, teacher = training.settings, training.model, training.teacher
 
     # 1. Sample k completions of each of P prompts from the model's own weights. 2. Score them.
     scored, metrics = (collect or collect_groups)(iteration, training)
@@ -87,7 +87,7 @@ def iterate(iteration, training, collect=None):
 
     # 3. Cut them into optimizer steps, those into micro-batches, which are smaller after an out-of-memory.
     max_tokens = training.limits.max_tokens_per_micro_batch
-    cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, processes)
+    cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, training.processes)
 
     # 4. Log-probs before the first step: the sampler's, the reference's, the teacher's.
     add_logprobs(rollouts, cut, training)
@@ -98,29 +98,22 @@ def iterate(iteration, training, collect=None):
     # 6. Learn, num_iterations times over. Skip a step that teaches nothing: moments and decay would move the weights.
     learning_rate, metrics_of_steps = learning_rate_at(iteration, settings), []
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
+    gradient = partial(
+        accumulate_gradient, model, rollouts, settings=settings, entropies=entropies, teacher=teacher
+    )
     for _ in range(settings.num_iterations):
         for step, indices in enumerate(cut.step_indices):
             if not teaches(rollouts, indices, settings):
                 continue
             # 7. Forward, head and loss, backward, a micro-batch at a time.
-            sums = training.attempt(
-                "train",
-                accumulate_gradient,
-                model,
-                rollouts,
-                cut=cut,
-                step=step,
-                settings=settings,
-                entropies=entropies,
-                teacher=training.teacher,
-            )
+            sums = training.attempt("train", gradient, cut=cut, step=step)
             # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
             metrics_of_steps.append(
                 training.take_step(sums, learning_rate, iteration, rollouts, indices)
             )
 
     # 9. What the log says.
-    processes.add(entropies)
+    training.processes.add(entropies)
     record = {"iter": iteration} | mean_of_steps(metrics_of_steps) | metrics
     record["skipped_steps"] = settings.num_iterations * len(cut.steps) - len(metrics_of_steps)
     record["learning_rate"] = learning_rate

@@ -96,11 +96,6 @@ def sequence_ratio(log_ratio, sequence, lengths):
     return torch.embedding(ratio[:, None], sequence).squeeze(1)
 
 
-def importance_correction(old_logprobs, sampling_logprobs, cap):
-    """min(pi_trainer / pi_sampler, cap) before the first step, (M,): multiplies the surrogate (Yao et al. 2025)."""
-    return torch.exp(old_logprobs - sampling_logprobs).clamp(max=cap)
-
-
 # Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). Each gets all
 # columns and counts of policy_loss by name, and takes what it needs. All are (M,), but lengths (S,).
 
@@ -180,7 +175,7 @@ def policy_loss(
     teacher_logprobs=None,
     divergence=None,
 ):
-    """The sum of token_weights * (importance_correction * surrogate + beta * KL + teacher_coef * divergence) of tokens
+    """The sum of token_weights * (min(pi_trainer / pi_sampler, cap) * surrogate + beta * KL + teacher_coef * divergence) of tokens
     -> (loss, metrics): the step's share.
 
     logprobs, old_logprobs, ref_logprobs, sampling_logprobs (M,); advantages, lengths (S,); sequence (M,) in [0, S).
@@ -207,8 +202,8 @@ def policy_loss(
     surrogate = SURROGATES[options.loss.surrogate]
     per_token, clipped = surrogate(**columns, num_tokens=num_tokens, num_sequences=num_sequences)
     if options.importance_sampling_cap is not None:
-        cap = options.importance_sampling_cap
-        per_token = per_token * importance_correction(old_logprobs, sampling_logprobs, cap)
+        correction = torch.exp(old_logprobs - sampling_logprobs)  # Yao et al. 2025
+        per_token = per_token * correction.clamp(max=options.importance_sampling_cap)
     metrics = {"clip_fraction": clipped.sum() / num_tokens}
     if ref_logprobs is not None:
         metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens

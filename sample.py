@@ -47,6 +47,7 @@ from runs.notes import unused_template
 from runs.prepare import Prepared
 from settings import PRETRAINED_LENGTH, GRPOSettings
 from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
+from snug.decoding.naive import generate_naive as generate_naive
 from snug.memory.ledger import unwatched
 from snug.options import SnugError, merge_options, plain
 from snug.options.progress import phase
@@ -239,35 +240,6 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
         mask=mask.long(),
         stopped=stopped.bool(),
     )
-
-
-@torch.no_grad()
-def generate_naive(
-    model, prompt, longest, temperature=1, stop_token=None, seed=0, row=0, is_over=None, respond=None
-):
-    """Row `row` of sample_groups, every token from a whole forward -> (ids, log-probs; None: written by `respond`)."""
-    tokens, logprobs, begin = list(prompt), [], len(prompt)
-    uniform = uniforms(seed, [row], range(longest))[0]
-    while len(logprobs) < longest:
-        hidden = model(torch.tensor([tokens], device=model.device))[0, -1]  # (C,)
-        logits = model.logits(hidden).float()  # (V,)
-        logp = torch.log_softmax(logits / (temperature or 1), -1)
-        if temperature:
-            cdf = logp.exp().cumsum(-1)
-            drawn = float(uniform[len(logprobs)]) * cdf[-1]
-            token = int(torch.searchsorted(cdf, drawn, right=True))
-        else:
-            token = int(logits.argmax())
-        tokens.append(token)
-        logprobs.append(float(logp[token]))
-        if token in as_tuple(stop_token) or is_over and is_over(tokens[begin:]):
-            reply = respond(row, tokens[begin:]) if respond else None
-            if reply is None or len(logprobs) + len(reply) >= longest:
-                break
-            tokens += reply
-            logprobs += [None] * len(reply)
-            begin = len(tokens)
-    return tokens[len(prompt) :], logprobs
 
 
 def complete(settings, given, run, functions=NONE):

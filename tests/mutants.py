@@ -188,7 +188,7 @@ MUTANTS = [
     ("losses: SAPO's temperatures swapped", "loss.py", "t = torch.where(advantages > 0,", "t = torch.where(advantages < 0,", "test_loss.py"),
     ("losses: LUSPO without its lengths", "loss.py", "return 1 / num_sequences\n", "return 1 / num_tokens\n", "test_loss.py"),
     ("importance upside down", "loss.py", "torch.exp(old_logprobs - sampling_logprobs)", "torch.exp(sampling_logprobs - old_logprobs)", "test_loss.py"),
-    ("no correction for the sampler", "loss.py", "per_token = per_token * importance_correction(old_logprobs, sampling_logprobs, cap)", "pass", "test_loss.py"),
+    ("no correction for the sampler", "loss.py", "per_token = per_token * correction.clamp(max=options.importance_sampling_cap)", "pass", "test_loss.py"),
     ("deviation without Bessel", "loss.py", "/ (count - 1).clamp(min=1)).sqrt()", "/ count).sqrt()", "test_loss.py"),
     ("GDPO: functions are not scaled apart", "loss.py", "group_advantages(rewards.view(-1, k))", 'group_advantages(rewards.view(-1, k), "none")', "test_loss.py"),
     ("GDPO: the sum is centred in its group", "loss.py", "group_advantages(total[None])", "group_advantages(total.view(-1, k))", "test_loss.py"),

@@ -4,6 +4,9 @@ import dataclasses
 import itertools
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -421,3 +424,44 @@ def test_nothing_of_a_rollout_outlives_it(tmp_path):
         grpo.main(prepare(dataclasses.replace(settings, out_dir=str(tmp_path / f"of-{size}"))))
         left.append(read_log(tmp_path / f"of-{size}")[-1]["mem_alloc_mb_eval"])
     assert left[0] == left[1]
+
+
+COUNT = """
+import collections, os, sys
+
+sys.path.insert(0, os.getcwd())
+import grpo
+from training.state import Training
+
+entered, begin, end = collections.defaultdict(set), Training.begin_iteration, Training.end_iteration
+
+
+def note(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(os.getcwd() + os.sep) and "site-packages" not in code.co_filename:
+        entered[code.co_filename].add((code.co_firstlineno, code.co_name))
+
+
+def begun(training, iteration):
+    sys.setprofile(note if iteration == 2 else None)
+    begin(training, iteration)
+
+
+def ended(training, *arguments):
+    end(training, *arguments)
+    sys.setprofile(None)
+
+
+Training.begin_iteration, Training.end_iteration = begun, ended
+options = dict(batch_size=4, group_size=4, max_new_tokens=8, n_layer=1, n_embd=16, max_iters=4, device="cpu")
+grpo.train(task="addition", init_from="", eval_interval=0, eval_prompts=0, save_interval=0, out_dir=sys.argv[1], **options)
+print(len(entered), sum(not name.startswith("<") for names in entered.values() for _, name in names))
+"""
+
+
+def test_a_smallest_iteration_enters_few_files(tmp_path):
+    """Addition, 4 x 4 on a CPU, the third iteration with its log line: our files, and our functions but lambdas."""
+    command = [sys.executable, "-c", COUNT, str(tmp_path / "run")]
+    printed = subprocess.run(command, cwd=Path(grpo.__file__).parent, capture_output=True, text=True, check=True).stdout
+    files, functions = map(int, printed.splitlines()[-1].split())
+    assert files <= 39 and functions <= 240

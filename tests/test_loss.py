@@ -15,7 +15,6 @@ from helpers import HOME
 from loss import (
     decoupled_advantages,
     group_advantages,
-    importance_correction,
     kl_divergence,
     overlong_punishment,
 )
@@ -296,13 +295,6 @@ def test_the_worked_numbers_of_soft_and_sequence_losses():
     assert worked("sapo", two, 1.0) == (-(2.4898 + 2) / 2, -0.705, -0.5)
     assert worked("sapo", half, -1.0) == ((1.4148 + 1.9048) / 2, 0.2339, 0.5)
     assert worked("luspo", two, 1.0, importance_sampling_level="sequence") == (-2.4, 0, 0)
-
-
-def test_importance_correction_by_example():
-    """Ratios .5, 3 and 1,000 nats; at the cap."""
-    old, sampled = torch.tensor([0.5, 3.0, 1.0]).log(), torch.tensor([0.0, 0.0, -1000.0])
-    torch.testing.assert_close(importance_correction(old, sampled, 2.0), torch.tensor([0.5, 2.0, 2.0]))
-    assert importance_correction(old, old, 1.0).tolist() == [1] * 3
 
 
 @pytest.mark.parametrize("name", ["teacher_logprobs", "divergence"])
