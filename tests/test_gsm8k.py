@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
-from data.task import split_of
 from helpers.tasks import written
 from settings import GRPOSettings
 from snug.options import SnugError
@@ -192,14 +191,6 @@ def test_prompts_and_demonstrations(tmp_path):
     assert spoken == [{"role": "system", "content": "Be brief."}, asked]
     answers = "72 10 5 42 624 35 48 16 41 990 121 5 85 1080 850000 2250 10000 109200000 -7 -47".split()
     assert sorted(row["answer"] for row in task.rows["train"]) == sorted(answers)
-
-
-def test_splits_share_no_question(tmp_path, task):
-    questions = {split: {row["question"] for row in task.rows[split]} for split in ("train", "test")}
-    assert not questions["train"] & questions["test"] and len(questions["train"]) + len(questions["test"]) == 1220
-    assert all(split_of(" ".join(question.split()).lower()) == "test" for question in questions["test"])
-    path = written(tmp_path, [*LINES, *map(made_up, range(300))])
-    assert task.fingerprint() != task_of(path).fingerprint() == task_of(path, seed=7).fingerprint()
 
 
 def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):

@@ -113,17 +113,6 @@ def test_no_answer_changes_how_a_real_scorer_scores(task_of):
 
 
 @needs_package
-def test_splits_share_nothing(task_of):
-    names = ["leg_counting", "coin_flip", "gcd"]
-    tasks = [task_of(*names, seed=seed) for seed in (1, 2)]
-    train, test = (
-        [{row["prompt"] for row in task.prompts(split, range(90))} for task in tasks] for split in ("train", "test")
-    )
-    assert test[0] == test[1] and train[0] != train[1] and len(train[0]) > 50
-    assert not test[0] & (train[0] | train[1])
-
-
-@needs_package
 def test_rows_are_the_same_on_every_call_and_in_another_process(task_of, box):
     """Also those of generators with sets, global random numbers and lists."""
     names = ["leg_counting", "knights_knaves", *ODD]

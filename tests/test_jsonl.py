@@ -261,6 +261,9 @@ def test_parquet(tmp_path, monkeypatch):
         ("a.csv", "a,b", r"a.csv: name a file of JSON lines; pandas.read_csv\('.*a.csv'\).to_json\('rows.jsonl'"),
         ("a.tsv", "a,b", r"a.tsv: name .*a.tsv', sep='.t'\).to_json"),
         ("no.jsonl", None, "no.jsonl: cannot be read .FileNotFoundError"),
+        ("a.jsonl", "\n  \n", "a.jsonl: has no rows"),
+        ("a.jsonl", '{"prompt": "a", "answer": 1}', "no row is in the test split; name a test_file"),
+        ("a.jsonl", '{"prompt": "a", "stopped": 1}', "a.jsonl:1: the column stopped has the name of an argument"),
     ],
 )
 def test_other_files_that_do_not_serve(tmp_path, name, content, message):
@@ -269,22 +272,6 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
     with pytest.raises(SnugError, match=message) as error:
         task_of(str(tmp_path / name))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "options, rows, message",
-    [
-        (dict(data_file=""), GOOD, "task='jsonl' needs data_file, such as --data_file=prompts.jsonl"),
-        (dict(data_file="nowhere.jsonl"), GOOD, "nowhere.jsonl: cannot be read .FileNotFoundError"),
-        ({}, [b"", b"  "], "data.jsonl: has no rows"),
-        ({}, GOOD[:1], "no row is in the test split; name a test_file"),
-        ({}, [row | {"stopped": 1} for row in GOOD], "data.jsonl:1: the column stopped has the name of an argument"),
-    ],
-)
-def test_files_that_do_not_serve(tmp_path, options, rows, message):
-    path = written(tmp_path, rows)
-    with pytest.raises(SnugError, match=message):
-        make_task(SFTSettings(**dict(task="jsonl", data_file=path) | options), demonstrations=True)
 
 
 def test_rewards_need_an_answer_or_a_function(tmp_path):
@@ -531,18 +518,6 @@ def test_prompts_of_messages(tmp_path):
     assert plain.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
     changed = [*rows[:-1], rows[-1] | {"prompt": conversation(7)}]
     assert plain.fingerprint() != task_of(written(tmp_path, changed)).fingerprint()
-
-
-def test_prompts_of_messages_share_nothing_either(tmp_path):
-    rows = [{"prompt": conversation(i, ("system", "Add.")), "answer": i} for i in range(50)]
-    path = written(tmp_path, rows)
-    other_order = [dict(reversed(message.items())) for message in rows[7]["prompt"]]
-    with pytest.raises(SnugError, match="test.jsonl has 1 prompts of data_file"):
-        task_of(path, test_file=written(tmp_path, [{"prompt": other_order, "answer": 7}], "test.jsonl"))
-    task_of(path, test_file=written(tmp_path, [{"prompt": conversation(7), "answer": 7}], "test.jsonl"))
-    twice = task_of(written(tmp_path, [*rows, *rows]))
-    train, test = ({row["answer"] for row in twice.rows[split]} for split in ("train", "test"))
-    assert not train & test and len(twice.rows["test"]) == 2 * len(test)
 
 
 def test_an_epoch_has_every_row_once_and_a_row_follows_from_its_number(tmp_path):

@@ -284,14 +284,6 @@ def check_value(cls, name: str, value, where: str):
     return items if is_list else items[0]
 
 
-ABOUT = {
-    "config": "a file of `name = value` lines",
-    "run": "a run's folder",
-    "folder": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub",
-    "folders": "a run's folder, or a model: a Hugging Face folder, or owner/name on the hub; two are compared",
-}
-
-
 def help_of(cls, positional: str, everything: bool) -> str:
     """The help of the options of `cls`, in which each class that has some is a topic.
 
@@ -318,7 +310,7 @@ def help_of(cls, positional: str, everything: bool) -> str:
         if names:
             topics.insert(0, "\n".join(lines) + "\n")
     about = textwrap.fill(" ".join(cls.__doc__.split()), width)
-    head = f"usage: [{positional}] [--name=value ...]\n\n{about}\n\n{positional}: {ABOUT[positional]}\n"
+    head = f"usage: [{positional}] [--name=value ...]\n\n{about}\n"
     hidden = len(fields(cls)) - len(usual)
     return "\n".join([head, *topics, f"{hidden} more options: --help=all" if hidden else ""]).rstrip()
 
