@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import evaluate
 import sample
-from helpers.hub import NEW, OLD, put
 from helpers.models import make_model
 from helpers.runs import LORA, ONE_DIGIT, run_grpo
 from model import GPT
@@ -337,22 +335,6 @@ def test_a_tokenizer_beside_the_adapters_wins(folders):
     get_tokenizer("bytes").save(adapters)
     (adapters / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert load_run(adapters, "cpu").tokenizer.chat and not load_run(base, "cpu").tokenizer.chat
-
-
-def test_on_the_hub(folders, tmp_path, monkeypatch):
-    """Both in the cache; the base by owner/name, with a revision and without."""
-    base, adapters = folders
-    place, expected = tmp_path / "hub", logits_of(load_run(adapters, "cpu").model)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-
-    put(place, base, OLD, "tiny/base")
-    for revision in (OLD, None):
-        change(adapters, base_model_name_or_path="tiny/base", revision=revision)
-        shutil.rmtree(place / "models--tiny--model", ignore_errors=True)
-        put(place, adapters, NEW)
-        assert torch.equal(logits_of(load_run("tiny/model", "cpu").model), expected)
 
 
 PEFT_CASES = {

@@ -4,10 +4,7 @@ import json
 import math
 import os
 import shutil
-import weakref
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,28 +137,6 @@ def test_many_files_with_an_index_both_ways(tmp_path, monkeypatch):
     assert all(torch.equal(p, q.float()) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
     half = GPT.from_pretrained(tmp_path / "a", dtype="bfloat16").embedding.weight
     assert half.dtype == torch.bfloat16 and half.equal(theirs.get_input_embeddings().weight)
-
-
-def test_one_tensor_at_a_time(folder, monkeypatch):
-    """No second copy: while a tensor is read, at most the one before is still there."""
-    alive, most, opened = set(), [], tensors.opened
-
-    @contextmanager
-    def watched(*args):
-        with opened(*args) as file:
-
-            def get_tensor(name):
-                tensor = file.get_tensor(name)
-                alive.add(name)
-                weakref.finalize(tensor, alive.discard, name)
-                most.append(len(alive))
-                return tensor
-
-            yield SimpleNamespace(keys=file.keys, get_slice=file.get_slice, get_tensor=get_tensor)
-
-    monkeypatch.setattr(tensors, "opened", watched)
-    GPT.from_pretrained(folder)
-    assert 0 < max(most) <= 2
 
 
 def test_a_model_from_scratch_is_a_gpt2(tmp_path):
