@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model as gpt
 from helpers.models import DEVICE, LLAMA, make_model
 from interpreted import (
     CAPABILITIES,
@@ -278,7 +277,7 @@ def test_few_rows_without_gradients_take_the_product(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The whole model.
+# Residual adds.
 
 
 def loss_and_gradients(model, tokens):
@@ -293,41 +292,6 @@ def assert_same(ours, theirs):
     assert len(ours) == len(theirs) > 10
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()) + 1e-9)
-
-
-class PlainRotary:
-    @staticmethod
-    def apply(x, cos, sin, sizes):
-        return tuple(part if i == 2 else rotate(part, cos, sin) for i, part in enumerate(x.split(sizes, 1)))
-
-
-class PlainGatedUnit:
-    @staticmethod
-    def apply(x, gelu):
-        gate, up = x.chunk(2, -1)
-        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-
-
-@pytest.mark.parametrize(
-    "qk_norm, adapters, checkpoint_blocks",
-    [(True, False, "none"), (False, True, "block"), (False, False, "selective")],
-)
-def test_the_models_gradient_is_that_of_plain_autograd(qk_norm, adapters, checkpoint_blocks, monkeypatch):
-    """With kernels in the interpreter's process and on CUDA, with their plain twins on a CPU."""
-    model, tokens = make_model("llama", qk_norm=qk_norm), torch.randint(67, (2, 6), device=DEVICE)
-    model.checkpoint_blocks = checkpoint_blocks
-    if adapters:
-        lora.add(model, 3, 6.0, list(lora.TARGETS)).requires_grad_(True)
-        for module in lora.adapted(model):
-            torch.nn.init.normal_(module.lora_B, std=0.3)
-    ours = loss_and_gradients(model, tokens)
-    monkeypatch.setattr(gpt, "Rotary", PlainRotary)
-    monkeypatch.setattr(gpt, "GatedUnit", PlainGatedUnit)
-    assert_same(ours, loss_and_gradients(model, tokens))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Residual adds.
 
 
 @pytest.mark.parametrize("shape, checkpoint_blocks", [("gpt2", "none"), ("llama", "none"), ("llama", "block")])
@@ -438,24 +402,6 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
     assert kept[True] - kept[False] == BT * heads * (2 * D + 4)  # and a sum each
     # In float32 keys and values are repeated.
     assert planned_forward("cuda", "float32", n_layer=1)[2].count("clone") == 2
-
-
-@compiles
-@pytest.mark.skipif(triton is None, reason="Triton is not installed")
-@pytest.mark.parametrize(
-    "words, decode, train, recomputed",
-    [long("", 8, 32, 41), long("--lora_rank=16", 16, 83, 112), long("--lora_rank=16 --base_dtype=nf4", 15, 97, 133)],
-)
-def test_launches_of_a_layer(words, decode, train, recomputed):
-    """norm, qkv, attention, proj, norm, up, swiglu, down; in training 11 forward, 21 backward, 9 of 11 again.
-
-    In a decode step an adapter adds 2 launches to a matrix; in NF4 1, but q, k, v and gate, up have their own: 3."""
-    command = [sys.executable, "bench/layers.py", "--rows=4", "--tokens=32", *words.split()]
-    home = Path(__file__).parent.parent
-    out = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True, timeout=600).stdout
-    counts = {name: int(count) for name, count in re.findall(r"^(.*\S) +(\d+) +[\d.]+ +[\d.]+$", out, re.M)}
-    expected = {"decode step, 4 rows": decode, "train, 32 tokens": train, "train, blocks recomputed": recomputed}
-    assert counts == expected, out
 
 
 # ----------------------------------------------------------------------------------------------------------------------
