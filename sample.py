@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         settings, given, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
         run = find_run(folder)
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, nullcontext
 from dataclasses import dataclass
@@ -40,7 +40,6 @@ from batch import Sequences
 from data import make_task
 from data.episodes import Episodes, as_text, make_toolbox
 from data.task import as_messages
-from data.tools import NONE
 from model import GPT, autocast
 from runs.loading import load_run
 from runs.notes import unused_template
@@ -242,7 +241,7 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
     )
 
 
-def complete(settings, given, run, functions=NONE):
+def complete(settings, given, run, functions: Mapping = {}):
     """Complete settings.prompt or a held-out one -> (prompt or last message, completions). One that was cut off ends
     with " …". given: names of the options given; the others are the run's. functions: as for runs.prepare."""
     merged = merge_options(

@@ -19,14 +19,14 @@ Left out: images; environments that differ from row to row. Tests: tests/test_ep
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 
 from data import imported
 from data.calls import awaited, blaming
-from data.tools import NONE, call_tool, load_tools, methods_of, parse_calls, schema_of, text_within
+from data.tools import call_tool, load_tools, methods_of, parse_calls, schema_of, text_within
 from snug.options import SnugError, in_one_line, option
 
 CUT = " [cut]"
@@ -93,7 +93,7 @@ class Toolbox:
         return [rewards]
 
 
-def make_toolbox(settings, tokenizer, functions=NONE) -> Toolbox | None:
+def make_toolbox(settings, tokenizer, functions: Mapping = {}) -> Toolbox | None:
     """None if the settings name no tool and no environment."""
     return Toolbox(settings, tokenizer, functions) if settings.tools or settings.environment else None
 

@@ -48,7 +48,6 @@ PYTHON_SECONDS = 5.0  # for the code of one call
 MAX_OUTPUT = 10_000  # characters that the code prints
 MAX_ERROR = 500  # characters of an error
 NO_TOOLS = ("reset", "get_reward", "reply")  # methods of an environment
-NONE = types.MappingProxyType({})
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Schemas
@@ -173,7 +172,7 @@ class Interpreter:
 
 
 def load_tools(
-    specs: Sequence[str], functions: Mapping[str, Callable] = NONE, run: str = ""
+    specs: Sequence[str], functions: Mapping[str, Callable] = {}, run: str = ""
 ) -> dict[str, Callable]:
     """["calc", "module:function", ...] -> {name: function}, in this order.
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from data.tools import NONE
 from runs.checkpoint import Checkpoint, find_run, settings_of
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
@@ -26,7 +25,7 @@ def prepare_evaluation(
     options: EvaluateSettings,
     given: set[str],
     folder: str | Path,
-    functions: Mapping[str, Callable] = NONE,
+    functions: Mapping[str, Callable] = {},
     source: Checkpoint | None = None,
 ):
     """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.

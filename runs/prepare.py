@@ -14,7 +14,6 @@ from data import load_reward_function, make_task
 from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
-from data.tools import NONE
 from runs.checkpoint import (
     TENSORS,
     Checkpoint,
@@ -100,7 +99,7 @@ class Prepared:
 def prepare(
     settings: SFTSettings | GRPOSettings,
     chosen: Set[str] = frozenset(),
-    functions: Mapping[str, Callable] = NONE,
+    functions: Mapping[str, Callable] = {},
 ) -> Prepared:
     """chosen: names of the options that the user set. functions: reward functions, tools and environments that are not
     imported, by their names in the settings. Raises SnugError.

@@ -1,16 +1,14 @@
 """Runs with a tool and an environment. The model is random: its 20 tokens are such that it often calls, and often fails.
 
-    python tests/agents.py FOLDER whole killed resumed ddp2      do these runs, each in processes of its own
+    python tests/agents.py FOLDER whole ddp2      do these runs, each in processes of its own
 
-test_agents.py starts this and compares. whole: one process. killed: it dies by SIGKILL inside a call of a tool, in the
-second iteration. resumed: goes on after that. ddp2: two processes.
+test_agents.py starts this and compares. whole: one process. ddp2: two processes.
 """
 
 import json
 import os
 import signal
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,20 +64,12 @@ def long(completions, **columns):
     return [sum(len(message["content"]) for message in messages) / 100 for messages in completions]
 
 
-DEADLY = []  # how many calls are left until the process dies
-
-
 def f(text: str) -> str:
     """Digits of a text.
 
     Args:
         text: any
     """
-    if DEADLY:
-        DEADLY[0] -= 1
-        if not DEADLY[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-            threading.Event().wait()
     if len(text) % 3 == 0:
         raise ValueError("0")
     return "".join(char for char in text if char.isdigit())[:3]
@@ -107,28 +97,16 @@ def main(home, jobs):
     from settings import GRPOSettings
 
     def work(job):
-        kind, name, resume = "ddp" if job == "ddp2" else "none", job, "never"
-        if job == "resumed":
-            name, resume = "killed", "auto"
-        settings = GRPOSettings(**options(home, name, parallel=kind, resume=resume, max_num_gen_batches=3))
+        kind = "ddp" if job == "ddp2" else "none"
+        settings = GRPOSettings(**options(home, job, parallel=kind, max_num_gen_batches=3))
         settings.param_dtype = settings.optimizer_dtype = "float64"
-        prepared = prepare(settings)
-        if job == "killed":
-            collect = grpo.collect_groups
-
-            def dies(iteration, training):
-                sys.modules["agents"].DEADLY[:] = [3] * (iteration == 1)
-                return collect(iteration, training)
-
-            grpo.collect_groups = dies
-        grpo.main(prepared)
+        grpo.main(prepare(settings))
 
     for job in jobs:
-        size, expected = 1 + (job == "ddp2"), -signal.SIGKILL if job == "killed" else 0
+        size = 1 + (job == "ddp2")
         children = fork(size, "none", lambda rank, job=job: work(job), f"{home}/{job}.txt")
         for _ in range(size):
-            code = os.waitstatus_to_exitcode(os.wait()[1])
-            if code != expected:
+            if code := os.waitstatus_to_exitcode(os.wait()[1]):
                 for child in children:
                     with suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)

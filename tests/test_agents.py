@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import agents
 import grpo
@@ -22,7 +21,6 @@ from helpers.models import DEVICE
 from helpers.runs import assert_same_weights, told
 from padded import a_few, padded
 from runs import loading
-from runs.checkpoint import newest
 from runs.log import read_lines, read_log
 from runs.prepare import prepare
 from sample import complete, sample_groups
@@ -275,21 +273,11 @@ def test_a_row_is_the_same_in_every_episode_epoch_and_evaluation(tmp_path, monke
 def found(tmp_path_factory):
     """A folder with the runs of agents.py."""
     folder = tmp_path_factory.mktemp("found")
-    command = [sys.executable, HOME / "tests/agents.py", folder, "whole", "killed", "resumed", "ddp2"]
+    command = [sys.executable, HOME / "tests/agents.py", folder, "whole", "ddp2"]
     environment = os.environ | dict(OMP_NUM_THREADS="1")
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
-
-
-@pytest.mark.long
-@cpu_only
-def test_a_run_that_died_in_a_call_resumes_bit_for_bit(found):
-    assert "/killed/checkpoint-000001\n" in (found / "resumed.txt").read_text()
-    assert told(found / "killed") == told(found / "whole")
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        ours, theirs = (load_file(newest(found / run) / name) for run in ("killed", "whole"))
-        assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
 
 
 @pytest.mark.long
