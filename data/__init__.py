@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import chdir
 from dataclasses import dataclass, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from data.rewards import ARGUMENTS
@@ -98,6 +98,10 @@ class TaskOptions:
         if not issubclass(made, cls):
             raise TypeError("dataclasses.replace keeps the task; merge_options changes it")
         return object.__new__(made)
+
+    def __reduce__(self):
+        """For processes: pickle finds no class that is made while snug runs."""
+        return partial(self.without_task, task=self.task), (), vars(self)
 
     @classmethod
     def with_task(cls, task: str, run=""):

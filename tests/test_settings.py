@@ -415,3 +415,10 @@ def test_what_cannot_be_is_refused_by_name(cls, text, name, values):
     for value in values:
         words = [word.replace("{n}", str(value)) for word in text.split()]  # the value may have spaces
         assert name in refused(prepared, cls, words)
+
+
+def test_options_go_to_other_processes():
+    """Their class is made while snug runs; processes send each other what they chose."""
+    settings = GRPOSettings(task="countdown", max_iters=7)
+    sent = pickle.loads(pickle.dumps(settings))
+    assert type(sent) is type(settings) and vars(sent) == vars(settings)
