@@ -2,6 +2,7 @@
 
 import ast
 import math
+import pickle
 import re
 from pathlib import Path
 
