@@ -236,17 +236,3 @@ def test_truncated_importance_takes_the_trainers_log_probs(tmp_path, monkeypatch
     assert (rollouts.old_logprobs[rollouts.mask == 0] == 0).all()
     record = read_log(tmp_path / "run")[0]
     assert 0 < record["mismatch_kl"] < 1e-3 and "time_reference_s" in record
-
-
-def test_a_failed_iteration_leaves_its_prompts_to_the_resumed_run(tmp_path, monkeypatch):
-    """The state from before it is saved, with the count of prompts from before it; no step was taken in it."""
-    options = dict(max_num_gen_batches=3, save_interval=0, max_iters=3, eval_interval=2, eval_prompts=4)
-    prepared, drawn = prepared_for(tmp_path, lambda n, i: float(i) if n < 8 else 0.0, **options)
-    original = grpo.mean_of_steps
-    monkeypatch.setattr(grpo, "mean_of_steps", lambda taken: original(taken) if taken else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        grpo.main(prepared)
-    assert drawn[-1][-1] == 19
-    state = read_state(newest(tmp_path / "run"))
-    # iterations 0 and 1: prompts 0 to 3 and 4 to 7, one rollout each; 2: three rollouts, of which nothing is kept, no step taken
-    assert state["iteration"] == 2 and state["extra_prompts"] == 0

@@ -4,7 +4,6 @@ import gc
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from helpers.kernels import BF16, F16, F32, F64, assert_near, make_rows, plain, tolerance
 from helpers.models import DEVICE
@@ -112,27 +111,6 @@ def test_heads_against_float64(M, V, n_vocab, temperature, dtype):
     assert (weight.grad[n_vocab:] == 0).all()
 
 
-VIEWS = {
-    "every other row": lambda x: x[::2, :67],
-    "rows with a gap": lambda x: x[:10, 5:72],
-    "transposed": lambda x: x[:10, :67].t().contiguous().t(),
-    "one row, expanded": lambda x: x[:1, :67].expand(10, 67),
-    "every other column": lambda x: x[:10, 0:134:2],
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_token_logprobs_of_any_stride(view):
-    logits, targets, upstream = make_rows(20, 140)
-    logits, targets, upstream = VIEWS[view](logits).requires_grad_(), targets[:10] % 67, upstream[:10]
-    exact = logits.detach().double().requires_grad_()
-    (plain(exact, targets, 0.7)[0] * upstream).sum().backward()
-    logprobs = token_logprobs(logits, targets, 0.7)
-    assert_near(logprobs, plain(exact, targets, 0.7)[0], 1e-5)
-    gradient = torch.autograd.grad((logprobs * upstream).sum(), logits)[0]
-    assert_near(gradient, exact.grad, 5e-6)
-
-
 def test_extreme_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0], [88.0, 89.0, -200.0]], device=DEVICE)
     targets = torch.tensor([0, 1, 1], device=DEVICE)
@@ -149,15 +127,6 @@ def test_extreme_logits_stay_finite():
         assert token_logprobs(logits, torch.tensor([3, -1, 7], device=DEVICE)).isneginf().all()
     logits[0, 1] = torch.nan
     assert token_logprobs(logits, targets).isnan().tolist() == [True, False, False]
-
-
-def test_bad_input_is_refused():
-    logits, targets, _ = make_rows(4, 10)
-    for bad in (dict(targets=targets[:3]), dict(temperature=0.0), dict(n_vocab=11)):
-        with pytest.raises(ValueError, match="one target per row"):
-            head_logprobs(**dict(hidden=logits, weight=logits, targets=targets % 4) | bad)
-    with pytest.raises(ValueError, match="only autocast mixes them"):
-        head_logprobs(logits, logits.bfloat16(), targets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -244,16 +213,6 @@ def test_frozen_weight_frozen_hidden_and_no_grad():
     assert weight.grad is None and hidden.grad is None
 
 
-def test_no_rows():
-    hidden, weight, targets, _ = make_head(0, 8, 67)
-    loss, logprobs, entropy = head_loss(hidden, weight, targets, lambda logprobs, rows: 1 / 0, entropy=True)
-    loss.backward()
-    assert loss.item() == 0 and logprobs.shape == entropy.shape == (0,)
-    assert hidden.grad.shape == (0, 8) and float(weight.grad.abs().sum()) == 0
-    head_logprobs(hidden, weight, targets).sum().backward()
-    assert float(weight.grad.abs().sum()) == 0
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Precision of the products.
 
@@ -306,41 +265,6 @@ def test_bfloat16_products(autocast):
 # Memory: what is saved, what is alive.
 
 
-def saved_bytes(function):
-    """Bytes of the distinct storages that autograd keeps for the backward of what function() returns."""
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function()
-    del result
-    return storages
-
-
-@plain_only
-def test_what_is_saved_for_backward():
-    M, C, V = 256, 8, 1000
-    logits, targets, _ = make_rows(M, V)
-    logits.requires_grad_()
-    saved = saved_bytes(lambda: token_logprobs(logits, targets))
-    assert saved.pop(logits.untyped_storage().data_ptr()) == 4 * M * V
-    assert sum(saved.values()) <= 16 * M
-    eager = saved_bytes(lambda: torch.log_softmax(logits, -1).gather(1, targets[:, None]))
-    assert sum(eager.values()) >= 4 * M * V  # the measure can tell
-
-    hidden, weight, targets, _ = make_head(M, C, V, torch.float32)
-    saved = saved_bytes(lambda: head_logprobs(hidden, weight, targets))
-    assert saved.pop(hidden.untyped_storage().data_ptr()) and saved.pop(weight.untyped_storage().data_ptr())
-    assert sum(saved.values()) <= 16 * M
-    saved = saved_bytes(lambda: head_loss(hidden, weight, targets, lambda logprobs, rows: logprobs.sum()))
-    assert sum(saved.values()) <= 4 * M * C
-    with torch.no_grad():
-        assert not saved_bytes(lambda: head_logprobs(hidden, weight, targets))
-
-
 def meter_peak(function, *existing):
     """Most bytes of new tensors alive at once, by the project's meter."""
     gc.collect()
@@ -389,24 +313,6 @@ def test_extra_bytes(function, M, frozen, options, extra):
     held = [x for x in (hidden, weight, weight.grad, targets) if x is not None]
     bytes_alive = meter_peak(lambda: function(hidden, weight, targets, chunk_mb=chunk_mb, **options), *held)
     assert chunk / 2 < bytes_alive <= bound + extra
-
-
-@on_cpu
-@pytest.mark.usefixtures("one_thread")
-def test_extra_bytes_under_autocast():
-    M, C, V, chunk_mb = 2048, 64, 8192, 8.0
-    hidden, weight, targets, _ = make_head(M, C, V, torch.float32)
-    weight.grad = torch.zeros_like(weight)
-
-    def train():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = head_loss(hidden, weight, targets, lambda q, rows: q.sum(), chunk_mb=chunk_mb)[0]
-        loss.backward()
-
-    # A chunk and a slab of dweight in bfloat16; dhidden, the cast weight, cast chunks.
-    kept = 2 * SCRATCH + 4 * M * C + 2 * V * C + 48 * M
-    bound = chunk_mb * MIB + kept + 6 * rows_per_chunk(V, 2, chunk_mb) * C + 2**16
-    assert meter_peak(train, hidden, weight, weight.grad, targets) <= bound < 2 * M * V
 
 
 @plain_only

@@ -288,18 +288,3 @@ def test_what_is_kept_has_its_window():
     with patch.object(module, "forward_torch", lambda *_: pytest.fail("it attends again")):
         for value, exact in zip(with_gradients(attend, given, dy, segments, 7), expected, strict=True):
             torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [0, 1, 9, 33])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_attention_in_bfloat16(groups, window):
-    """A value is rounded up to three times: each part, and the parts joined. Each is half of 2**-8 of a value no larger
-    than the tensor's largest. A key's gradient is a sum of two such parts, and of probabilities and of their gradients
-    rounded to bfloat16; errors of a sum are as random as its terms."""
-    *given, dy = inputs(GROUPS[groups], torch.bfloat16)
-    segments = Segments(GROUPS[groups])
-    expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), segments, window)
-    for value, exact in zip(with_gradients(attend, given, dy, segments, window), expected, strict=True):
-        assert value.dtype == torch.bfloat16
-        error = (value.double() - exact).abs().max() / exact.abs().max().clamp(min=1)
-        assert error <= 3 * 2**-8, error

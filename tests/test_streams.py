@@ -272,21 +272,6 @@ def test_a_fork_does_not_copy_what_is_pinned():
     assert "dc" in flags[0] and "dc" not in flags[1]
 
 
-def test_a_small_or_short_lived_tensor_is_not_pinned_in_place(monkeypatch):
-    made = []
-    original = torch.empty
-
-    def empty(*args, pin_memory=False, **options):
-        made.append(pin_memory)
-        return original(*args, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    with fake_pinning() as cudart:
-        new_on_host(Pinnable([MIB], torch.float32))
-        new_on_host(Pinnable([MIB // 4 - 1], torch.float32), keep=True)
-    assert made == [True, True] and cudart.calls == []
-
-
 def test_what_cannot_be_pinned_is_said_in_one_line():
     gc.collect()
     before = HOST.current
