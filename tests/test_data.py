@@ -65,7 +65,7 @@ EVERY |= {
     "lookup": (dict(task="lookup"), "{answer}"),
     "gsm8k": (dict(task="gsm8k", data_file=str(HOME / "tests/gsm8k_sample.jsonl")), "#### {answer}"),
     "jsonl": (dict(task="jsonl", data_file=str(HOME / "data/sums.jsonl")), "it is {answer}"),
-    "code": (dict(task="code", data_file=str(HOME / "data/functions.jsonl")), "\n```\n{solution}```"),
+    "code": (dict(task="code", data_file=str(HOME / "data/functions.jsonl")), "\n```\n{head}{solution}```"),
     "gym": (dict(task="reasoning_gym", gym_dataset=["chain_sum"]), None),
 }
 
