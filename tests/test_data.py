@@ -86,7 +86,7 @@ def test_training_and_evaluations_score_every_task(name, others, chat, chat_mode
     """In a text behind a call; in a chat behind a reply, and in one turn: of two completions one is right."""
     (folder, model), (options, right) = chat_model, EVERY[name]
     options = options | dict(tools=["calc"] * (others == "tools"), environment="Asks" * (others == "environment"))
-    options |= dict(chat=chat, max_new_tokens=300, batch_size=2, group_size=2, eval_prompts=1, device="cpu")
+    options |= dict(chat=chat, max_new_tokens=900, batch_size=2, group_size=2, eval_prompts=1, device="cpu")
     settings = GRPOSettings(init_from=folder, **options)
     prepared = prepare(settings, functions=dict(Asks=Asks))
     task, tokenizer = prepared.task, prepared.tokenizer
@@ -101,7 +101,7 @@ def test_training_and_evaluations_score_every_task(name, others, chat, chat_mode
     scored = grpo.score(*grpo.sample_rows(model, prepared, rows, 0), prepared)
     assert scored.rewards.tolist() == [[1.0, 0.0], [1.0, 0.0]]
     Script.follow_episodes(monkeypatch, turns)
-    samples = evaluate.sample_and_score(model, prepared, rows, 2, temperature=1.0, max_new_tokens=300)
+    samples = evaluate.sample_and_score(model, prepared, rows, 2, temperature=1.0, max_new_tokens=900)
     assert [sample["right"] for sample in samples] == [True, False] * 2
     assert [sample["answer"] for sample in samples[::2]] == [task.answer_of(text) for text in texts]
 
