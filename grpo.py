@@ -31,7 +31,7 @@ import train_sft
 from batch import Cut, make_micro_batch
 from loss import decoupled_advantages, group_advantages, overlong_punishment, policy_loss
 from model import autocast
-from runs.checkpoint import open_checkpoint
+from runs.checkpoint import find_run
 from sample import sample_episodes
 from snug.device.cuda import empty_cache
 from snug.device.host import borrowed
@@ -60,7 +60,7 @@ def main(prepared):
         say(f"{settings.init_from} is missing or not finished: making it first")
         if not train_sft.main(prepared.warm_start):
             return False
-        prepared.origin = open_checkpoint(settings.init_from)
+        prepared.origin = find_run(settings.init_from)
         empty_cache()  # the warm start's cached blocks would count as reserved here
     return run(prepared, "GRPO", iterate)
 

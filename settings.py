@@ -81,7 +81,7 @@ class RunOptions:
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
         "never",
-        "auto: continue the newest run in out_dir; a run's folder: with its own options, except those given",
+        "auto: continue the newest run in out_dir; a run's folder: this one; with its own options, except those given",
     )
 
 

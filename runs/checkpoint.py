@@ -5,15 +5,14 @@
         optimizer.safetensors   exp_avg.<name>, exp_avg_sq.<name>; master.<name> if the optimizer keeps masters
         state.json              iteration, model shape, tokenizer, settings, generators, ...; with LoRA the base weights
         tokenizer.json, ...     if the model came with its own tokenizer
-        manifest.json           length and SHA-256 of all the other files; written last
+        manifest.json           SHA-256 of all the other files; written last
 
 A checkpoint is written into a temporary folder, flushed to disk and renamed: a folder with the final name is complete.
 If the disk damages it later, the checksums differ: a note on stderr names it, and the one before is used. If they fit,
 the values are trusted. No pickle. Data order and the sampler's draws follow from seed and iteration.
 
-`find_run` compares the small files, and of the tensor files those that will be read: all of their bytes, once.
-prepare.py first asks for no tensors, because reading them may take a minute. Left out: tensors (loading.py); when to
-save (saver.py).
+`find_run` compares all bytes of all files; a plan, which needs no tensors, does without them. Left out: tensors
+(loading.py); when to save (saver.py).
 """
 
 import hashlib
@@ -21,7 +20,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +33,6 @@ from snug.pretrained.tensors import fingerprint, look_at_weights
 from snug.tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
-WEIGHTS = ("model.safetensors",)
-TENSORS = (*WEIGHTS, "optimizer.safetensors")
 # Options that are gone, and the value with which a run goes on as it was.
 GONE = dict(
     adam_beta1=0.9,
@@ -53,7 +49,6 @@ class Checkpoint(NamedTuple):
 
     path: Path
     state: dict  # state.json; for a Hugging Face folder what is known of it
-    folder: str | Path = ""  # what was named: a run, a checkpoint, a Hugging Face model
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -69,10 +64,10 @@ def iteration_of(path: Path):
     return int(path.name.removeprefix(PREFIX))
 
 
-def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS):
+def newest(folder: str | Path, tensors: bool = True):
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
-    tensors: as for `damage`. If there are any, stderr names the damaged checkpoints that are passed over.
+    tensors: as for `damage`. stderr names the damaged checkpoints that are passed over.
     """
     folder = Path(folder)
     refuse_missing(folder)
@@ -87,7 +82,7 @@ def newest(folder: str | Path, tensors: Collection[str] = WEIGHTS):
         problem = damage(path, tensors)
         if not problem:
             return path
-        if tensors and path != paths[0]:
+        if path != paths[0]:
             print(plain(f"note: {problem}; the one before is used"), file=sys.stderr)
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
@@ -109,19 +104,13 @@ def refuse_missing(folder: Path):
     raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
 
 
-def damage(path: Path, tensors: Collection[str] = TENSORS):
-    """Compare a checkpoint's files with its manifest -> what is wrong, or None.
-
-    tensors: the tensor files whose SHA-256 is compared. Of the others only the length is.
-    """
+def damage(path: Path, tensors: bool = True):
+    """Compare a checkpoint's files with its manifest -> what is wrong, or None. tensors=False: not the tensors."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         for name, expected in manifest.items():
             file = path / name
-            intact = file.stat().st_size == expected["bytes"]
-            if name in tensors or name not in TENSORS:
-                intact = intact and sha256(file) == expected["sha256"]
-            if not intact:
+            if (tensors or file.suffix != ".safetensors") and sha256(file) != expected["sha256"]:
                 return f"checkpoint {path}: {name} is not what was written"
     except Exception as error:
         return f"checkpoint {path}: cannot be read ({described(error)})"
@@ -133,32 +122,27 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def open_checkpoint(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoint:
-    """Read the state of a run's `newest` checkpoint, or of the checkpoint that `folder` is. Raises SnugError."""
-    path = newest(folder, tensors)
-    return Checkpoint(path, read_state(path), folder)
-
-
 def read_state(path: Path) -> dict:
     """state.json of a checkpoint that `newest` has found."""
     return json.loads((path / "state.json").read_text())
 
 
-def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoint:
-    """`open_checkpoint`, or a Hugging Face folder whose tensors have the right names and shapes. Raises SnugError.
+def find_run(folder: str | Path, tensors: bool = True) -> Checkpoint:
+    """A run's `newest` checkpoint, or a Hugging Face folder whose tensors have the right names and shapes.
 
     A folder of adapters comes with its base, which has the shape; the tokenizer may be beside the adapters.
-    A model on the hub is downloaded; with tensors=() perhaps without its weights.
+    A model on the hub is downloaded; with tensors=False perhaps without its weights. Raises SnugError.
     """
     if not folder:
         raise SnugError(
             "name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B"
         )
     found = find_path(folder)
-    path = found if found.is_dir() else local_folder(folder, bool(tensors))
+    path = found if found.is_dir() else local_folder(folder, tensors)
     if not is_pretrained(path):
-        return open_checkpoint(path, tensors)
-    weights = base, rank, *_ = find_base(path, bool(tensors))
+        path = newest(path, tensors)
+        return Checkpoint(path, read_state(path))
+    weights = base, rank, *_ = find_base(path, tensors)
     settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, lora_rank=rank)
     state = {
         "iteration": 0,
@@ -168,7 +152,7 @@ def find_run(folder: str | Path, tensors: Collection[str] = WEIGHTS) -> Checkpoi
         "tokenizer": str(path if (path / "tokenizer.json").is_file() else base),
         "settings": vars(settings),
     }
-    return Checkpoint(path, state, folder)
+    return Checkpoint(path, state)
 
 
 def settings_of(checkpoint: Checkpoint) -> SFTSettings | GRPOSettings:
@@ -184,7 +168,7 @@ def settings_of(checkpoint: Checkpoint) -> SFTSettings | GRPOSettings:
 
 def task_of(folders: list[str]) -> str:
     """The task of a run, or of the last run of two; "" if none has one. Raises SnugError."""
-    tasks = [find_run(folder, tensors=()).state["settings"]["task"] for folder in folders]
+    tasks = [find_run(folder, tensors=False).state["settings"]["task"] for folder in folders]
     return ([""] + [task for task in tasks if task])[-1]
 
 
@@ -200,22 +184,19 @@ def base_record(base: Checkpoint, out_dir: str) -> dict:
     return dict(path=path, from_run=os.path.relpath(path, out_dir), fingerprint=identity(base))
 
 
-def base_of(
-    checkpoint: Checkpoint, init_from: str = "", tensors: Collection[str] = WEIGHTS
-) -> Checkpoint:
+def base_of(checkpoint: Checkpoint, init_from: str = "") -> Checkpoint:
     """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
     Looks where they were, as seen from the working folder and from the run's folder, or on the hub. Another init_from
-    must have them. tensors: as for `find_run`, if it is a checkpoint.
+    must have them.
     """
     base, problem = checkpoint.state["base"], "are not there"
     places = [Path(base["path"]), checkpoint.path.parent / base["from_run"]]
     if init_from not in ("", checkpoint.state["settings"]["init_from"]):
         places = [Path(init_from)]
     for place in places:
-        on_hub = "@" in str(place)  # perhaps only a part of it is here
-        if on_hub or place.exists():
-            weights = find_run(place, WEIGHTS if on_hub or is_pretrained(place) else tensors)
+        if "@" in str(place) or place.exists():
+            weights = find_run(place)
             if identity(weights) == base["fingerprint"]:
                 return weights
             problem = f"{place} does not have"
@@ -263,7 +244,7 @@ def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):
 def seal(folder: Path):
     """Write the manifest and flush every file to disk."""
     files = sorted(file for file in folder.iterdir() if file.name != "manifest.json")
-    manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
+    manifest = {file.name: {"sha256": sha256(file)} for file in files}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     for file in files:  # safetensors writes files that only their owner can read
         shutil.copymode(folder / "manifest.json", file)

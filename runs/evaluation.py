@@ -34,7 +34,7 @@ def prepare_evaluation(
     `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust. source: the run
     whose task and options hold; default: the folder's own.
     """
-    found = source or find_run(folder, tensors=())
+    found = source or find_run(folder, tensors=False)
     run = settings_of(found)
     settings = evaluation_settings(options, given, run)
     if not settings.task:
@@ -70,9 +70,9 @@ def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second:
             f"samples_file={options.samples_file}: of two models no samples are written; evaluate each alone"
         )
     options = replace(options, samples_file="none")
-    source = find_run(second, tensors=())
+    source = find_run(second, tensors=False)
     if not settings_of(source).task:
-        source = find_run(first, tensors=())
+        source = find_run(first, tensors=False)
     return [prepare_evaluation(options, given, folder, source=source)[0] for folder in (first, second)]
 
 

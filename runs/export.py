@@ -25,7 +25,7 @@ def main(settings: ExportSettings, folder: str):
     if settings.adapters:
         if "base" not in checkpoint.state:
             raise SnugError(f"{checkpoint.path} has no adapters; leave --adapters out")
-        base = base_of(checkpoint, tensors=())
+        base = base_of(checkpoint)
         if not is_pretrained(base.path) or base.state["weights"][1]:
             raise SnugError(
                 f"the adapters' base, {base.path}, is no Hugging Face folder; leave --adapters out"

@@ -1,8 +1,8 @@
 """Everything a run needs that can be checked before torch is imported: bad input is answered within a second.
 
-`prepare` looks up the task, the tokenizer, the model's shape and the reward functions, looks at the checkpoint to
-resume and at init_from, and refuses what does not fit together. Only then it reads every byte of these checkpoints,
-or downloads a model. It loads no tensors and writes nothing. If grpo.py has to make its warm start first, that is
+`prepare` finds the checkpoint to resume, init_from and the teacher, compares their bytes with their checksums, or
+downloads a model; it looks up the task, the tokenizer, the model's shape and the reward functions, and refuses what
+does not fit together. It loads no tensors and writes nothing. If grpo.py has to make its warm start first, that is
 prepared, too.
 """
 
@@ -14,16 +14,7 @@ from data import load_reward_function, make_task
 from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
-from runs.checkpoint import (
-    TENSORS,
-    Checkpoint,
-    base_of,
-    checkpoints,
-    find_run,
-    open_checkpoint,
-    settings_of,
-    tokenizer_of,
-)
+from runs.checkpoint import Checkpoint, base_of, checkpoints, find_run, settings_of, tokenizer_of
 from settings import (
     OWN_LOSS,
     PRETRAINED_LENGTH,
@@ -105,11 +96,8 @@ def prepare(
     imported, by their names in the settings. Raises SnugError.
     """
     resume, before = find_resume(settings)
-    if settings.resume not in ("never", "auto"):
+    if before:
         settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
-    if before and settings.dtype == "auto":  # which waits for the device
-        settings = replace(settings, dtype=before.dtype)
-        settings.check()
     task = make_task(settings, demonstrations=isinstance(settings, SFTSettings))
     settings, config = resolve_names(settings, before)
     if resume:
@@ -124,14 +112,10 @@ def prepare(
     prepared = Prepared(
         settings, task, tokenizer, shape, *rewards, warm_start, resume, origin, toolbox=toolbox
     )
-    resolve_lengths(prepared, chosen, before)
+    resolve_lengths(prepared, chosen)
     if settings.teacher:
         prepared.teacher = find_teacher(prepared)
     refuse_lengths(prepared)
-    if not settings.plan:
-        prepared.resume = resume and find_run(resume.folder, TENSORS)
-        prepared.origin = origin and find_run(origin.folder)
-        prepared.teacher = prepared.teacher and find_run(prepared.teacher.folder)
     return prepared
 
 
@@ -140,7 +124,7 @@ def find_resume(settings):
     folder = settings.out_dir if settings.resume == "auto" else settings.resume
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
         return None, None
-    resume = open_checkpoint(folder, tensors=())
+    resume = find_run(folder, tensors=not settings.plan)
     before = settings_of(resume)
     if isinstance(before, GRPOSettings) != isinstance(settings, GRPOSettings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
@@ -153,9 +137,17 @@ def find_resume(settings):
 
 
 def continued(settings, chosen: Set[str], before):
-    """A run that goes on by the name of its folder has its own options, but for those that are chosen now."""
-    place = dict(out_dir=settings.resume, resume="auto")
-    values = vars(before) | {name: getattr(settings, name) for name in chosen} | place
+    """A run that goes on has its own options, but for those that are chosen now or differ from the defaults."""
+    folder = settings.out_dir if settings.resume == "auto" else settings.resume
+    defaults = vars(type(settings)())
+    given = {name: value for name, value in vars(settings).items() if value != defaults[name]}
+    given |= {name: getattr(settings, name) for name in chosen}
+    if given.get("task", before.task) != before.task:
+        raise SnugError(
+            f"{folder} cannot go on with other options: task was {before.task!r}, is {settings.task!r}; put it back, or "
+            "start anew in another out_dir"
+        )
+    values = vars(before) | given | dict(out_dir=folder, resume="auto")
     return make_settings(before.without_task, "", values)[0]  # refuses what is no choice now
 
 
@@ -166,24 +158,22 @@ def resolve_names(settings, before):
     config = ""
     if isinstance(settings, GRPOSettings) and settings.init_from.endswith(".py"):
         config = settings.init_from
-        init_from = make_settings(SFTSettings, config, {})[0].out_dir
+        settings = replace(settings, init_from=make_settings(SFTSettings, config, {})[0].out_dir)
     else:
-        init_from = with_commit(settings, "init_from", before)
-    settings = replace(settings, init_from=init_from)
+        settings = replace(settings, init_from=with_commit(settings, "init_from", before))
     if settings.teacher:
         settings = replace(settings, teacher=with_commit(settings, "teacher", before))
-    if settings.beta and not init_from:
+    if settings.beta and not settings.init_from:
         raise SnugError(f"beta={settings.beta} needs a reference: set init_from, or --beta=0")
     out_dir = Path(settings.out_dir).resolve()
-    for option, name in dict(init_from=init_from, teacher=settings.teacher).items():
+    for option, name in dict(init_from=settings.init_from, teacher=settings.teacher).items():
         if name and Path(name).resolve().is_relative_to(out_dir):
             raise SnugError(f"{option}={name} is in out_dir={settings.out_dir}; choose another out_dir")
     return settings, config
 
 
 def with_commit(settings, option: str, before):
-    """init_from or teacher; of a model on the hub with its newest commit. A run that goes on keeps its commit, and its
-    init_from if none is named."""
+    """init_from or teacher; of a model on the hub with its newest commit. A run that goes on keeps its commit."""
     name, was = getattr(settings, option), getattr(before, option, "")
     if not name or was.startswith(f"{name}@"):
         return was
@@ -194,9 +184,9 @@ def with_commit(settings, option: str, before):
     )
 
 
-def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
-    """The options of the shape get the model's values, for settings.json; a smaller block_size is the user's. A run
-    that goes on keeps its max_new_tokens; a pretrained model has PRETRAINED_LENGTH, at most half of block_size.
+def resolve_lengths(prepared: Prepared, chosen: Set[str]):
+    """The options of the shape get the model's values, for settings.json; a smaller block_size is the user's. A new
+    run of a pretrained model has a max_new_tokens of PRETRAINED_LENGTH, at most half of block_size.
 
     Drops long prompts, if asked to. No held-out prompt is evaluated twice.
     """
@@ -205,20 +195,18 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str], before):
     if "block_size" in chosen:
         values["block_size"] = prepared.settings.block_size
     settings = prepared.settings = replace(prepared.settings, **values)
-    if "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens:
-        if before:
-            settings.max_new_tokens = before.max_new_tokens
-        elif prepared.origin and is_pretrained(prepared.origin.path):
-            settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
+    default = "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens
+    origin = prepared.origin
+    if default and not prepared.resume and origin and is_pretrained(origin.path):
+        settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
     task.drop_long(prepared.tokenizer.encode_prompt, settings)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
 
 def find_teacher(prepared: Prepared) -> Checkpoint:
-    """Find the teacher; its tensors are read later. Raises SnugError if it is missing, or if its ids mean other
-    texts."""
+    """Find the teacher. Raises SnugError if it is missing, or if its ids mean other texts."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
-    teacher = find_run(find_path(name, prepared.settings.out_dir), tensors=())
+    teacher = find_run(find_path(name, prepared.settings.out_dir), not prepared.settings.plan)
     theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
     if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise SnugError(
@@ -241,10 +229,10 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
     origin = warm_start = None
     init_from = settings.init_from
     if resume and settings.lora_rank:
-        origin = base_of(resume, init_from, tensors=())
+        origin = base_of(resume, init_from)
     elif init_from and (settings.beta or not resume):
         if not config or checkpoints(init_from):
-            origin = find_run(find_path(init_from, settings.out_dir), tensors=())
+            origin = find_run(find_path(init_from, settings.out_dir), not settings.plan)
         if config and (not origin or origin.state["iteration"] < settings_of(origin).max_iters):
             origin, warm_start = None, prepare_warm_start(settings, config)
     begin = warm_start.settings if warm_start else origin and settings_of(origin)

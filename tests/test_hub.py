@@ -83,7 +83,7 @@ def test_a_run_keeps_its_commit(cache, folders):
         with pytest.raises(SnugError, match=f"init_from was '{NAME}@{OLD}', is '{NAME}@{NEW}'"):
             prepared_by(beta, f"--init_from={NAME}@{NEW}")
     shutil.rmtree(cache)  # without a reference a run needs its own checkpoint only
-    assert prepared_by("--max_iters=3").settings.init_from == f"{NAME}@{OLD}"
+    assert prepared_by("--beta=0", "--max_iters=3").settings.init_from == f"{NAME}@{OLD}"
 
 
 def test_adapters_find_their_base_in_another_cache(cache, folders, monkeypatch):

@@ -12,7 +12,7 @@ import train_sft
 from helpers.models import DEVICE, make_model
 from helpers.runs import LORA, ONE_DIGIT, run_grpo
 from model import make_model as make_gpt
-from runs.checkpoint import newest, open_checkpoint
+from runs.checkpoint import find_run, newest
 from runs.loading import load_run, load_weights
 from runs.prepare import prepare
 from sample import sample_groups
@@ -143,7 +143,7 @@ def test_adapters_go_on_from_adapters(sft, tmp_path):
     lora.merge(first)
     assert torch.equal(first.blocks[0].mlp.up.weight, second.blocks[0].mlp.up.weight)
     whole = make_gpt(vars(second.config), "cpu")
-    load_weights(open_checkpoint(tmp_path / "second"), whole)
+    load_weights(find_run(tmp_path / "second"), whole)
     tokens = torch.arange(20)[None]
     torch.testing.assert_close(logits_of(whole, tokens), logits_of(second, tokens), atol=1e-5, rtol=1e-5)
 

@@ -26,7 +26,7 @@ from model import GPT
 from model import make_model as make_gpt
 from padded import a_few, padded
 from runs import export
-from runs.checkpoint import newest, open_checkpoint, seal
+from runs.checkpoint import find_run, newest, seal
 from runs.loading import load_run, load_weights
 from runs.log import read_log
 from runs.prepare import prepare
@@ -415,7 +415,7 @@ def test_a_plain_run_goes_on_from_it(sft, tmp_path):
     assert log[0]["kl"] == 0
     merged = lora.merge(load_run(tmp_path / "run", "cpu").model)
     begin = make_gpt(vars(merged.config), "cpu", initialise=False)
-    load_weights(open_checkpoint(tmp_path / "run"), begin)
+    load_weights(find_run(tmp_path / "run"), begin)
     assert all(torch.equal(p, q) for p, q in zip(values_in(begin).values(), values_in(merged).values(), strict=True))
     with pytest.raises(SnugError, match="has adapters, which would be rounded to 4 bits; name its base weights"):
         run_grpo(tmp_path / "run", tmp_path / "second", *LORA)

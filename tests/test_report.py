@@ -12,7 +12,7 @@ from runs.page.charts import charts_of
 from runs.page.runs import read_run, read_runs
 from runs.page.write import island, shown, tiles
 from settings import GRPOSettings, SFTSettings
-from snug.options import HIDDEN, SnugError
+from snug.options import HIDDEN, SnugError, plain
 
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
 HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\n\ttwo lines"]
@@ -87,7 +87,7 @@ def top_of(folders):
 def test_the_top_says_the_model_its_size_and_what_is_not_default():
     defaults = {name: value for name, value in vars(GRPOSettings()).items() if name != "max_iters"}
     new = make_run(Path("a"), **defaults | dict(n_layer=3, seed=7, resume="auto"))
-    changed = dict(max_iters="4", n_layer="3", seed="7", max_new_tokens="32")
+    changed = dict(max_iters="4", seed="7", n_layer="3", max_new_tokens="32")
     rows = [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "1,234"]]
     assert top_of([new]) == rows + [list(item) for item in changed.items()]
     shaped = dict(init_from="models/<b>x", n_layer=9, beta=0.5, learning_rate=2.0, reward_funcs=["a.py:<i>"])
@@ -237,7 +237,7 @@ def test_the_browser_draws_the_charts(chromium):
     blocks = tab.locator(".chart", has_text="Memory timeline, <b>a").locator(".barlayer .point path")
     assert blocks.count() == 4 * 5 and tab.locator("h1 b").count() == 0
     before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    tab.click("#theme")
+    tab.emulate_media(color_scheme="dark")
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != before and wrong == []
 
 
@@ -274,7 +274,7 @@ def test_the_browser_filters_and_finds_completions(chromium):
     tab.fill("#search", HOSTILE[1].upper())
     assert "24 of 48" in tab.inner_text("#count") and tab.evaluate("window.hacked") is None
     completion = tab.locator("#detail .tokens").text_content()
-    assert all(text.replace("\n", "↵\n") in completion for text in HOSTILE) and completion.endswith("0■")
+    assert all(plain(text).replace("\n", "↵\n") in completion for text in HOSTILE) and completion.endswith("0■")
     assert tab.locator("#rollouts img, #rollouts .tokens b, #rollouts script").count() == 0
     # Colours: log-prob -1 of -4, entropy 0.25 of 2, -1 to the reference's -1.5, advantage 0.375 of 2, each of 50 %
     shade = "document.querySelector('#detail .tokens span').style.background"
@@ -282,19 +282,13 @@ def test_the_browser_filters_and_finds_completions(chromium):
     for name, wanted in shades.items():
         tab.select_option("#colour", name)
         assert f"var(--{wanted}" in tab.evaluate(shade)
-    # Keys; a reload keeps the controls and the chosen completion
+    # Keys
     tab.focus("#list")
     tab.keyboard.press("ArrowDown")
     assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true"
-    tab.keyboard.press("ArrowRight")
+    tab.locator("#detail .tokens span").first.hover()
     assert tab.inner_text("#token").startswith("token 1: log-prob −1.000, probability 0.368, entropy 0.250")
-    tab.keyboard.press("ArrowRight")
-    assert tab.inner_text("#token").startswith("token 2:") and tab.locator("#detail .at").count() == 1
-    tab.keyboard.press("/")
-    assert tab.evaluate("document.activeElement.id") == "search"
-    tab.reload()
-    assert tab.input_value("#search") == HOSTILE[1].upper() and tab.is_checked("#all")
-    assert tab.locator("#list .row").nth(2).get_attribute("aria-selected") == "true" and wrong == []
+    assert tab.locator("#detail .at").count() == 1 and wrong == []
 
 
 def make_episode():
@@ -329,16 +323,11 @@ def test_the_browser_shows_turns_and_replies(chromium):
         tab.select_option("#colour", name)
         shaded = tab.locator("#detail .tokens span").evaluate_all(shades)
         assert shaded == [True] * 2 + [False] * 3 + [True] * 3
-    # The keys go through a reply, which has no figures
-    tab.focus("#list")
-    for _ in range(3):
-        tab.keyboard.press("ArrowRight")
+    # A reply has no figures
+    tab.locator("#detail .tokens span").nth(2).hover()
     assert tab.inner_text("#token") == "token 3: not written by the model"
-    for _ in range(3):
-        tab.keyboard.press("ArrowRight")
+    tab.locator("#detail .tokens span").nth(5).hover()
     assert tab.inner_text("#token").startswith("token 6: log-prob −1.000") and tab.locator("#detail .at").count() == 1
-    tab.keyboard.press("ArrowLeft")
-    assert tab.inner_text("#token").startswith("token 5: not")
     # A row is one line; what has no mask has one part without a label
     row = tab.locator("#list .row:not(.group) .tokens").first
     assert row.locator("div").evaluate_all(

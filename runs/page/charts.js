@@ -56,10 +56,8 @@ const layout = (chart) => {
   };
 };
 
-const draw = (chart, width) => {
-  const traces = chart.series.map(trace);
-  Plotly.react(chart.plot, traces, { ...layout(chart), width }, { displayModeBar: false, responsive: !width });
-};
+const draw = (chart) =>
+  Plotly.react(chart.plot, chart.series.map(trace), layout(chart), { displayModeBar: false, responsive: true });
 
 for (const chart of data.charts) {
   const card = make("figure", blocks(chart) ? "chart full-width" : "chart");
@@ -71,53 +69,15 @@ for (const chart of data.charts) {
   document.querySelector(`.charts[data-section="${chart.section}"]`).append(card);
 }
 
-// Light or dark: the system's choice, until the button is pressed.
-const button = document.getElementById("theme");
-const systemDark = matchMedia("(prefers-color-scheme: dark)");
-const isDark = () => (document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light")) === "dark";
-const paint = () => {
-  button.textContent = isDark() ? "Light" : "Dark";
-  if (!window.Plotly) return; // not yet
-  for (const chart of data.charts) setTimeout(draw, 0, chart); // the page answers between two charts
-};
-const remember = (name, value) => { try { localStorage.setItem(name, value); } catch { /* a browser may refuse that to files */ } };
-try {
-  const chosen = localStorage.getItem("snug-theme");
-  if (chosen) document.documentElement.dataset.theme = chosen;
-} catch { /* as above */ }
-button.addEventListener("click", () => {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  remember("snug-theme", document.documentElement.dataset.theme);
-  paint();
-});
-systemDark.addEventListener("change", paint);
+// Light or dark is the system's choice. The page answers between two charts.
+const paint = () => data.charts.forEach((chart) => setTimeout(draw, 0, chart));
 
 // plotly's 5 MB stand in the page as text. They become a script once the rest has been painted.
 const { nonce } = document.currentScript;
 const start = () => {
-  if (window.Plotly) return; // a print was faster
   const script = Object.assign(make("script"), { nonce, text: document.getElementById("plotly").textContent });
   document.head.append(script);
   paint();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
 };
 addEventListener("DOMContentLoaded", () => requestAnimationFrame(() => setTimeout(start)));
-
-// On paper the charts have another width and the light colours. They must be there when this returns.
-const PAPER = 660; // pixels: A4 and Letter without margins and the card's padding
-addEventListener("beforeprint", () => {
-  document.documentElement.classList.add("paper");
-  if (!window.Plotly) start();
-  for (const chart of data.charts) draw(chart, PAPER);
-});
-addEventListener("afterprint", () => {
-  document.documentElement.classList.remove("paper");
-  paint();
-});
-
-// The address keeps what the browser of completions shows, so a link to a section only scrolls.
-document.querySelector("nav").addEventListener("click", (event) => {
-  const section = event.target.hash && document.querySelector(event.target.hash);
-  if (!section) return;
-  event.preventDefault();
-  section.scrollIntoView();
-});

@@ -15,28 +15,6 @@
     return;
   }
 
-  // --------------------------------------------------------------------------------------------------------------------
-  // The state: what the controls say, and the chosen completion. It is in the address, so that it outlives a reload.
-
-  const names = ["run", "filter", "colour", "search"];
-  const load = () => {
-    const state = new URLSearchParams(location.hash.slice(1));
-    for (const name of names) if (state.has(name)) $(name).value = state.get(name);
-    for (const name of ["run", "filter", "colour"]) if ($(name).selectedIndex < 0) $(name).selectedIndex = 0; // as of another page
-    $("all").checked = state.has("all");
-    const place = current().iterations.indexOf(Number(state.get("iteration") ?? NaN));
-    $("step").max = current().iterations.length - 1;
-    $("step").value = place < 0 ? $("step").max : place;
-    chosen = current().samples[state.get("chosen") ?? -1] ?? null;
-  };
-  const save = () => {
-    const state = new URLSearchParams(names.map((name) => [name, $(name).value]));
-    if ($("all").checked) state.set("all", "1");
-    if ($("step").value !== $("step").max) state.set("iteration", current().iterations[$("step").value]); // else the newest
-    if (chosen) state.set("chosen", current().samples.indexOf(chosen));
-    try { history.replaceState(null, "", `#${state}`); } catch { /* a browser may refuse that to files */ }
-  };
-
   const current = () => data.rollouts[$("run").value];
   const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
   const prepare = (run) => {
@@ -70,7 +48,6 @@
 
   const update = () => {
     const run = current(), everywhere = $("all").checked, wanted = $("search").value.toLowerCase();
-    $("step").max = run.iterations.length - 1;
     const iteration = run.iterations[$("step").value], passes = FILTERS[$("filter").value];
     $("iteration").textContent = everywhere ? "all" : iteration;
     $("step").disabled = everywhere;
@@ -165,7 +142,7 @@
     element.setAttribute("aria-selected", sample === chosen);
     if (sample === chosen) element.classList.add("chosen");
     element.append(make("span", "reward", number(sample.reward)), advantage, tokens(sample, MOST, true));
-    element.addEventListener("click", () => { choose(index); save(); });
+    element.addEventListener("click", () => choose(index));
     return element;
   };
 
@@ -201,9 +178,8 @@
     const about = ["Completion"];
     if (sample.messages) about.push(`turns: ${sample.messages.filter(({ role }) => role === "assistant").length}`);
     if (sample.tool_errors !== undefined) about.push(`tool errors: ${sample.tool_errors}`);
-    const completion = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures, or press ← and → in the list. ■ is a stop token." : "");
+    const completion = tokens(sample, Infinity, false), line = make("p", "", sample.tokens ? "Point at a token for its figures. ■ is a stop token." : "");
     line.id = "token";
-    line.setAttribute("aria-live", "polite");
     completion.addEventListener("pointerover", (event) => point(event.target));
     detail.append(make("h3", "", `Prompt, iteration ${sample.iter}`), make("p", "text", sample.prompt), make("h3", "", about.join(" · ")));
     detail.append(completion, line, make("h3", "", "Figures"), named(shown));
@@ -232,29 +208,15 @@
 
   const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: 12, PageUp: -12, Home: -Infinity, End: Infinity };
   list.addEventListener("keydown", (event) => {
-    const beside = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (event.altKey || event.ctrlKey || event.metaKey || (!beside && !(event.key in STEPS))) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || !(event.key in STEPS)) return;
     event.preventDefault();
-    if (beside) {
-      const at = detail.querySelector(".at"), token = detail.querySelector(`[data-token="${at ? +at.dataset.token + beside : 0}"]`);
-      point(token);
-      token?.scrollIntoView({ block: "nearest" });
-      return;
-    }
     const places = items.flatMap((item, i) => (item.sample ? [i] : []));
     if (!places.length) return;
     const now = places.findIndex((i) => items[i].sample === chosen);
     choose(places[Math.max(0, Math.min(places.length - 1, now + STEPS[event.key]))]);
-    save();
   });
   list.addEventListener("scroll", () => requestAnimationFrame(render));
   addEventListener("resize", render);
-  addEventListener("keydown", (event) => {
-    if (event.key !== "/" || /INPUT|SELECT/.test(document.activeElement.tagName)) return;
-    event.preventDefault();
-    $("search").focus();
-  });
-
   data.rollouts.forEach((run, i) => {
     prepare(run);
     const option = make("option", "", run.run);
@@ -262,7 +224,9 @@
     $("run").append(option);
   });
   $("which-run").hidden = data.rollouts.length < 2;
-  load();
-  for (const name of [...names, "step", "all"]) $(name).addEventListener("input", () => { update(); save(); });
+  const newest = () => { $("step").value = $("step").max = current().iterations.length - 1; };
+  newest();
+  $("run").addEventListener("input", newest);
+  for (const name of ["run", "filter", "colour", "search", "step", "all"]) $(name).addEventListener("input", update);
   update();
 })();
