@@ -13,13 +13,9 @@ Left out: prefill, which is the model's own attention. Test: pytest tests/test_k
 
 import numpy as np
 
-from snug.kernels import triton
+from snug.kernels import LOW, constexpr, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-    from triton.language import constexpr
-
-    from snug.kernels import LOW
 
     @triton.jit
     def rotated(x, cos, sin, d, D, mask, ROTARY, PART):
