@@ -43,11 +43,6 @@ def find_task(name: str, run: str | Path = "") -> type[Task]:
     return cls
 
 
-def tasks_with(option: str) -> list[str]:
-    """-> the tasks of TASKS that have this option."""
-    return [name for name in TASKS if option in fields(find_task(name).options)]
-
-
 @cache
 def joined(cls, task: str, own: type):
     """A class with the options of `cls` and those of a task, `own`."""
@@ -116,7 +111,7 @@ class TaskOptions:
     @classmethod
     def hint(cls, name: str) -> str:
         """Which tasks have an option of this name, in words."""
-        tasks = tasks_with(name)
+        tasks = [task for task in TASKS if name in fields(find_task(task).options)]
         return f"; it is an option of --task={' or '.join(tasks)}" if tasks else ""
 
 

@@ -53,9 +53,7 @@ class Jsonl(FileTask):
             problem = problem_of(row.get("answer"))
             scores = "answer" in self.blank and not self.free
             if problem and (scores or demonstrations and not row.get("demonstration")):
-                columns = ", ".join(name for name in row if name not in ("prompt", "answer"))
-                other = f"; or name --answer_column, it has {columns}" if columns else ""
-                raise SnugError(f"{row.place}: answer {problem}{other}")
+                raise SnugError(f"{row.place}: answer {problem}")
             self.scored = self.scored and not problem
         self.only_numbers = all(type(row.get("answer")) in NUMBERS for row in rows)
 
@@ -116,7 +114,7 @@ def text_of(answer):
 def problem_of(answer) -> str:
     """Why this task cannot score by this answer; "" if it can."""
     if not isinstance(answer, str | int | float):
-        advice = "rows need an answer, or else a demonstration (SFT), or reward_funcs (GRPO)"
+        advice = "rows need an answer, or --answer_column=NAME, or else a demonstration (SFT), or reward_funcs (GRPO)"
         return f"must be text, a number or a boolean, not {answer!r:.40}; {advice}"
     if type(answer) in NUMBERS and last_number(text_of(answer)) is None:
         return f"{answer!r:.40} is no number of at most {MAX_ANSWER} digits; write it as text"

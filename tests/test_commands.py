@@ -261,5 +261,5 @@ def test_sft_is_evaluated_with_the_users_functions_tools_and_stop_string(tmp_pat
     assert log[0]["eval_reward_mean"] == 0.25 and log[0]["pass_at_1"] == 0
     assert texts and not any("1" in text[:-1] for text in texts)  # messages, because there are tools
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 2)
-    with pytest.raises(SnugError, match="rows need an answer, or else a demonstration .SFT."):
+    with pytest.raises(SnugError, match="rows need an answer, or --answer_column=NAME, or else a demonstration .SFT."):
         train_sft.train(out_dir="other", task="jsonl", data_file="rows.jsonl", device="cpu", **asked)
