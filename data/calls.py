@@ -1,7 +1,7 @@
 """Call functions of the user: within a time limit, also `async def`; and say which one failed, and where.
 
     with blaming("reward function short", "reward_timeout=300"):
-        reward = complete(short, dict(prompts=prompts, completions=completions), seconds=300)
+        reward = complete(partial(short, prompts=prompts, completions=completions), seconds=300)
 
 In the main thread, where reward functions run, the limit is an alarm (SIGALRM). It stops Python code, regular
 expressions and waiting, but not C code that never looks for signals. A function that sets alarms itself, as
@@ -33,14 +33,14 @@ class OutOfTime(BaseException):
     """A function is late. It is no Exception, so `except Exception` in the function does not catch it."""
 
 
-def complete(function: Callable, arguments: dict, seconds: float):
-    """What a function returns, also an `async def`. Raises OutOfTime after `seconds` (0: no limit)."""
+def complete(call: Callable, seconds: float):
+    """What call() returns, also of an `async def`. Raises OutOfTime after `seconds` (0: no limit)."""
     if not seconds:
-        answer = function(**arguments)
+        answer = call()
     elif threading.current_thread() is threading.main_thread():
-        answer = with_alarm(function, arguments, seconds)
+        answer = with_alarm(call, seconds)
     else:
-        answer = in_a_thread(function, arguments, seconds)
+        answer = in_a_thread(call, seconds)
     return awaited(answer, seconds)
 
 
@@ -71,25 +71,25 @@ def event_loop():
     return loop
 
 
-def with_alarm(function, arguments, seconds):
+def with_alarm(call, seconds):
     def ring(number, frame):
         raise OutOfTime
 
     handler = signal.signal(signal.SIGALRM, ring)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
-        return function(**arguments)
+        return call()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
 
 
-def in_a_thread(function, arguments, seconds):
+def in_a_thread(call, seconds):
     outcome = Future()
 
     def work():
         try:
-            outcome.set_result(function(**arguments))
+            outcome.set_result(call())
         except BaseException as error:
             outcome.set_exception(error)
 

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import chdir
 from copy import deepcopy
+from functools import partial
 from typing import NamedTuple
 
 from data.calls import blaming, complete, name_of
@@ -120,7 +121,7 @@ def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list
                     name: value if name in OURS else list(map(deepcopy, value))
                     for name, value in arguments.items()
                 }
-                answer = complete(function, own, timeout)
+                answer = complete(partial(function, **own), timeout)
             rewards.append(checked(function, answer, completions))
     return rewards
 

@@ -289,4 +289,4 @@ def text_within(function: Callable, arguments: dict, seconds: float) -> str | No
         result = awaited(function(**deepcopy(arguments)), seconds)  # of a message, which stays
         return None if result is None else well_formed(str(result))
 
-    return complete(work, {}, seconds)
+    return complete(work, seconds)

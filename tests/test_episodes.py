@@ -583,17 +583,9 @@ def test_a_reset_that_fails_is_one_line(reset, message, chats):
     assert re.search(message, str(error.value)) and "\n" not in str(error.value)
 
 
-class Unmade:
-    def __init__(self):
-        raise OSError("no\nserver")
-
-    def reset(self, **columns):
-        pass
-
-
 def test_an_environment_that_cannot_be_made_is_one_line(chats):
-    with pytest.raises(SnugError, match=r"^environment=E: cannot be made .OSError: no server.$"):
-        episodes_of(chats["hermes"], Unmade, [dict(prompt="a")])
+    with pytest.raises(SnugError, match=r"^environment=E: cannot be made .ValueError: no server.$"):
+        episodes_of(chats["hermes"], made_of(raises, __init__=raises), [dict(prompt="a")])
 
 
 @pytest.mark.parametrize("form", ["hermes", "inline", "text"])
