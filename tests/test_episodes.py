@@ -122,30 +122,6 @@ def test_equals_the_naive_generator(case, every, leave, wait, monkeypatch):
         assert (rollouts.mask == 0).sum() > 150
 
 
-def test_slow_replies_change_nothing_and_are_asked_together():
-    """The result does not depend on how long a reply takes, and many rows wait at the same time."""
-    model, running, most = make_flat_model("llama", block_size=LONGEST + 8), 0, 0
-    lock = threading.Lock()
-
-    def slow(row, ids):
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        time.sleep(0.02 * (row % 3))
-        with lock:
-            running -= 1
-        return fast(row, ids)
-
-    results = []
-    for respond in (Replies(), slow):
-        fast = Replies()
-        results.append(sample_groups(model, PROMPTS, 6, LONGEST, stop_token=STOP, seed=5, respond=respond))
-    for name, column in results[0].columns().items():
-        assert torch.equal(column, getattr(results[1], name)), name
-    assert most > 3
-
-
 def test_an_error_in_respond_ends_the_call_after_the_others_returned():
     done = []
 

@@ -28,8 +28,8 @@ from runs.checkpoint import newest
 from runs.evaluation import evaluation_settings
 from runs.loading import load_run
 from runs.prepare import prepare
-from sample import complete, sample_groups
-from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
+from sample import sample_groups
+from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from snug.memory import Limits
 from snug.options import SnugError, read_settings
 from snug.pretrained.tensors import save_pretrained
@@ -369,25 +369,3 @@ def test_the_file_is_replaced_whole_or_not_at_all(run_folder, tmp_path, monkeypa
     assert "pass@1" in capsys.readouterr().out
     evaluate.main(options, prepared, file)
     assert len(file.read_text().splitlines()) == 11 and len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_test_file_is_enough_where_nothing_is_trained(tmp_path):
-    """A run that was moved without its training file. Training wants it."""
-    options = dict(task="gsm8k", n_layer=1, n_embd=16, block_size=512, device="cpu", max_iters=1, batch_size=2)
-    rows = [{"question": f"{i}?", "answer": f"So #### {i}"} for i in range(9)]
-    for name, part in (("train", rows[:5]), ("test", rows[5:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    files = dict(data_file=f"{tmp_path}/train.jsonl", test_file=f"{tmp_path}/test.jsonl")
-    settings = SFTSettings(**options, **files, out_dir=str(tmp_path / "run"), eval_prompts=2)
-    train_sft.main(prepare(settings))
-    (tmp_path / "train.jsonl").unlink()
-    prepared, options, _ = prepared_by(tmp_path / "run", "--samples_file=none")
-    summary, samples = run_evaluation(load_run(tmp_path / "run").model, prepared, options)
-    asked = {sample["prompt"] for sample in samples}
-    assert asked == {row["prompt"] for row in prepared.task.rows["test"]} and len(asked) == 4
-    assert complete(SampleSettings(), set(), load_run(tmp_path / "run"))[0] in asked
-    for again in (settings, replace(settings, resume="auto", max_iters=2)):
-        with pytest.raises(SnugError, match="train.jsonl: cannot be read"):
-            prepare(again)
-    with pytest.raises(SnugError, match="needs data_file"):
-        prepare(replace(settings, data_file=""))

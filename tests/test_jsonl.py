@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import sample
@@ -400,24 +400,6 @@ def cut_run(tmp_path, **options):
     return GRPOSettings(task="jsonl", data_file=path, **options)
 
 
-def test_prompts_that_lose_their_beginning_are_counted_at_the_start(tmp_path, capsys):
-    main(prepare(cut_run(tmp_path, max_prompt_length=3)))
-    said = "max_prompt_length=3 cuts off the beginning of 25 of these 50 prompts; --drop_long_prompts drops them"
-    assert said in capsys.readouterr().out and said in (tmp_path / "run/log.txt").read_text()
-    for changes in (dict(max_prompt_length=30), dict(max_prompt_length=3, drop_long_prompts=True), {}):
-        main(prepare(cut_run(tmp_path, **changes)))
-        assert "cuts off" not in capsys.readouterr().out
-
-
-def test_long_demonstrations_do_not_count_as_cut_prompts(tmp_path, capsys):
-    rows = [dict(prompt=f"{i:04}=", answer="a" * 20) for i in range(64)]
-    settings = cut_run(tmp_path, max_prompt_length=8)
-    prepared = prepare(dataclasses.replace(settings, data_file=written(tmp_path, rows)))
-    assert prepared.task.longest(prepared.encode) == (5, 20)
-    main(prepared)
-    assert "cuts off" not in capsys.readouterr().out
-
-
 def chat_tokenizer(tmp_path):
     """Bytes, with a chat template: 16 bytes around a question, and the head of the answer."""
     get_tokenizer("bytes").save(tmp_path / "chat")
@@ -563,29 +545,6 @@ def test_a_number_is_right_however_it_is_dressed(answer, dress):
     assert task.is_right(text, answer) and Fraction(task.answer_of(text)) == Fraction(repr(answer))
     assert not task.is_right(text, answer + 1 if abs(answer) < 1e9 else -answer)
     assert not task.is_right(f"{text} and not 12345.5", answer) and not task.is_right(f"{text}/3", answer)
-
-
-def test_demonstrations_and_longest(tmp_path):
-    rows = [{"prompt": "é" * i, "answer": i, "demonstration": "d" * (51 - i)} for i in range(1, 51)]
-    task = task_of(written(tmp_path, rows))
-    assert task.demonstration(rows[3], None) == "d" * 47
-    assert task.longest(get_tokenizer("bytes").encode) == (100, 50)
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(
-    st.dictionaries(
-        st.sampled_from(["prompt", "answer", "demonstration", "level"]),
-        st.one_of(st.none(), st.text(), st.integers(), st.floats(), st.booleans()),
-    )
-)
-def test_any_row_is_read_or_refused_by_line(tmp_path_factory, row):
-    folder = tmp_path_factory.mktemp("rows")
-    task, path = task_of(written(folder, GOOD)), written(folder, [row], "row.jsonl")
-    try:
-        assert json.dumps(task.read(path), sort_keys=True) == json.dumps([row], sort_keys=True)
-    except SnugError as error:
-        assert f"{path}:1: " in str(error)
 
 
 def test_a_file_of_one_prompt_trains_whatever_its_hash(tmp_path):
