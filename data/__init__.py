@@ -1,4 +1,4 @@
-"""Tasks, one file each: prompts, demonstrations, rewards, options of their own; reward functions; scores of evaluations.
+"""Tasks, one file each, with options of their own; reward functions; scores of evaluations.
 
     task = make_task(settings)
     rows = task.prompts("train", range(0, 64))

@@ -176,7 +176,7 @@ def load_tools(
 ) -> dict[str, Callable]:
     """["calc", "module:function", ...] -> {name: function}, in this order.
 
-    functions: those of a caller, by their specs. run: a run's folder. `python` starts its first sandbox. Raises SnugError.
+    functions: those of a caller, by their specs. run: a run's folder. `python` starts its sandbox. Raises SnugError.
     """
     tools, known = {}, {**TOOLS, **functions}
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
