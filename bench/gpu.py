@@ -40,7 +40,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from batch import Cut, Sequences, make_micro_batch
-from grpo import trainer_logprobs
 from model import make_model
 from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
@@ -50,6 +49,7 @@ from snug.device.kinds import MIB
 from snug.kernels.nf4 import NF4, NF4Linear, product
 from snug.kernels.segments import Segments, attend
 from snug.logprobs import head_loss
+from training.frozen import trainer_logprobs
 from training.optimizer import make_optimizer, optimizer_step
 
 CUDA = DEVICE == "cuda"
