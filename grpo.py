@@ -38,15 +38,7 @@ from snug.device.host import borrowed
 from snug.logprobs import Teacher, head_loss, head_loss_in_two_visits
 from snug.memory.ledger import component
 from training import notebook
-from training.figures import (
-    add_up,
-    finite_columns,
-    join,
-    mean_of_steps,
-    metrics_of,
-    rollout_metrics,
-    score,
-)
+from training.figures import add_up, finite_columns, join, mean_of, metrics_of, rollout_metrics, score
 from training.frozen import add_logprobs
 from training.loop import run
 from training.optimizer import learning_rate_at
@@ -96,7 +88,7 @@ def iterate(iteration, training, collect=None):
     rollouts.advantages = advantages_of(scored, training).to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. Skip a step that teaches nothing: moments and decay would move the weights.
-    learning_rate, metrics_of_steps = learning_rate_at(iteration, settings), []
+    learning_rate, taken = learning_rate_at(iteration, settings), []
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     gradient = partial(
         accumulate_gradient, model, rollouts, settings=settings, entropies=entropies, teacher=teacher
@@ -108,14 +100,12 @@ def iterate(iteration, training, collect=None):
             # 7. Forward, head and loss, backward, a micro-batch at a time.
             sums = training.attempt("train", gradient, cut=cut, step=step)
             # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
-            metrics_of_steps.append(
-                training.take_step(sums, learning_rate, iteration, rollouts, indices)
-            )
+            taken.append(training.take_step(sums, learning_rate, iteration, rollouts, indices))
 
     # 9. What the log says.
     training.processes.add(entropies)
-    record = {"iter": iteration} | mean_of_steps(metrics_of_steps) | metrics
-    record["skipped_steps"] = settings.num_iterations * len(cut.steps) - len(metrics_of_steps)
+    record = {"iter": iteration} | mean_of(taken) | metrics
+    record["skipped_steps"] = settings.num_iterations * len(cut.steps) - len(taken)
     record["learning_rate"] = learning_rate
     return record, training.samples(scored, entropies)
 
@@ -254,14 +244,14 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     with borrowed(teacher) if by_head else nullcontext():
         for indices in cut.mine(micro_batches, model):
             micro = make_micro_batch(rollouts, indices, cut)
-            states = micro.teacher_outputs
-            teacher_head = Teacher(states, teacher.lm_head_weight) if by_head else None
+            outputs = micro.teacher_outputs
+            head = Teacher(outputs, teacher.lm_head_weight) if by_head else None
             # Forward. Only the hidden states that predict completion tokens go on: (M, C)
             with autocast(settings.dtype, model):
                 hidden = micro.completion_hidden(model)
                 # Head and loss. A chunk of logits becomes its own gradient and is gone.
                 loss, logprobs, entropy, metrics = loss_of_head(
-                    model, hidden, micro, counts, settings, teacher_head
+                    model, hidden, micro, counts, settings, head
                 )
             # Backward, through the blocks.
             loss.backward()

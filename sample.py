@@ -45,11 +45,9 @@ from runs.loading import load_run
 from runs.notes import unused_template
 from runs.prepare import Prepared
 from settings import PRETRAINED_LENGTH, GRPOSettings
-from snug.decoding import LOOK_EVERY, DecodeBatch, as_tuple, cached_casts, uniforms
+from snug.decoding import DecodeBatch, as_tuple, cached_casts, uniforms
 from snug.decoding.naive import generate_naive as generate_naive
-from snug.memory.ledger import unwatched
 from snug.options import SnugError, merge_options, plain
-from snug.options.progress import phase
 
 REPLIES = 16  # calls of `respond` at a time
 
@@ -81,11 +79,9 @@ class Rollouts:
 
     def completions(self):
         """-> N lists of ids, with their stop tokens, as in TRL."""
-        starts = self.prompt_lengths.tolist()
-        ends = (self.prompt_lengths + self.completion_lengths).tolist()
-        return [
-            ids[start:end] for ids, start, end in zip(self.tokens.tolist(), starts, ends, strict=True)
-        ]
+        lengths = self.prompt_lengths.tolist(), self.completion_lengths.tolist()
+        rows = zip(self.tokens.tolist(), *lengths, strict=True)
+        return [ids[start : start + length] for ids, start, length in rows]
 
     def columns(self) -> dict[str, torch.Tensor]:
         """{name: tensor} of the columns that are there."""
@@ -158,7 +154,6 @@ def sample_groups(
 
     Raises ValueError if a prompt is empty, SnugError if one leaves no room for max_new_tokens within block_size.
     """
-    check_prompts(prompts, max_new_tokens, model.config.block_size)
     N = len(prompts) * group_size
     # Inference mode saves a tenth of a step on a CPU. Autocast would cast the weights in every step in it.
     casts = torch.is_autocast_enabled(model.device.type)
@@ -181,35 +176,11 @@ def sample_groups(
         )
         rows = np.arange(first_row, first_row + N)
         batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
-        decode(batch)
+        batch.decode()
         tokens, logprobs = batch.tokens[:N], batch.logprobs[:N]
         written, turns = batch.written, batch.turns
         del batch  # the KV cache ends here
     return assemble(prompts, group_size, stop_token, tokens, logprobs, written, turns)
-
-
-def check_prompts(prompts, max_new_tokens, block_size):
-    longest = max(map(len, prompts))
-    if not all(prompts):
-        raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
-    if longest + max_new_tokens > block_size:
-        raise SnugError(
-            f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens} is longer than block_size={block_size}; "
-            "lower max_new_tokens or, in a run, max_prompt_length"
-        )
-
-
-def decode(batch):
-    """Step until all completions are over."""
-    with phase("sampling", batch.N, "completions") as bar:
-        before = bar.n
-        while batch.refill():
-            for _ in range(LOOK_EVERY[batch.kind]):
-                # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
-                with unwatched() if batch.steps % 16 else nullcontext():
-                    batch.step()
-            bar.update(before + batch.done() - bar.n)
-        bar.update(before + batch.N - bar.n)
 
 
 def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
@@ -217,13 +188,11 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
     first stop token."""
     device = tokens.device
     if turns:
-        lengths, stopped = torch.tensor(
-            [turns.ends[row] for row in range(len(tokens))], device=device
-        ).T
+        ends = [turns.ends[row] for row in range(len(tokens))]
+        lengths, stopped = torch.tensor(ends, device=device).T
     else:
-        is_stop = torch.isin(
-            tokens, torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device)
-        )
+        stops = torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device)
+        is_stop = torch.isin(tokens, stops)
         # What follows is zeros, and 0 may be a stop token too.
         stopped = is_stop.any(1)
         lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)

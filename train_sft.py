@@ -57,9 +57,8 @@ def iterate(iteration, training, make_batch=None):
     stats, num_tokens = training.meter.stats(), sum(map(len, cut.places))
     record = {"iter": iteration} | metrics | {"learning_rate": learning_rate}
     record["completion_length_mean"] = num_tokens / settings.batch_size
-    record["tokens_per_second"] = num_tokens / (
-        stats["time_train_s"] + stats.get("time_optimizer_s", 0.0)
-    )
+    seconds = stats["time_train_s"] + stats.get("time_optimizer_s", 0.0)
+    record["tokens_per_second"] = num_tokens / seconds
     return record, ()
 
 

@@ -155,7 +155,7 @@ def episode_metrics(scored: Scored) -> dict[str, float]:
     )
 
 
-def mean_of_steps(steps):
+def mean_of(steps):
     """Metrics of optimizer steps -> their means over the steps that were taken. steps: a dict a step; {} if dropped.
 
     The difference between sampler and trainer is the first step's: later ones have other weights.

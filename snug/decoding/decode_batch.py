@@ -21,6 +21,7 @@ Test: pytest tests/test_sample.py
 """
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -33,7 +34,9 @@ from snug.decoding.turns import Turns
 from snug.device.cuda import upload
 from snug.device.kinds import kind_of
 from snug.kernels import uses_triton
-from snug.options.progress import counted
+from snug.memory.ledger import unwatched
+from snug.options import SnugError
+from snug.options.progress import counted, phase
 
 # Tokens of prompts that are prefilled at a time. On a CPU their activations then stay in its caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -81,6 +84,7 @@ class DecodeBatch:
         """k completions of each prompt. The other options are those of sample.sample_groups, but
 
         ask(sequence, ids of its turn) -> a concurrent.futures.Future of what `respond` returns."""
+        check_prompts(prompts, max_new_tokens, model.config.block_size)
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
         self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb)
         self.stop_tokens = as_tuple(stop_token)
@@ -123,6 +127,18 @@ class DecodeBatch:
         self.steps = 0  # taken so far
         self.first_start = 0  # the earliest start of an active sequence
         self.same_t = True  # is t the same in all active slots?
+
+    def decode(self):
+        """Step until all completions are over."""
+        with phase("sampling", self.N, "completions") as bar:
+            before = bar.n
+            while self.refill():
+                for _ in range(LOOK_EVERY[self.kind]):
+                    # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
+                    with unwatched() if self.steps % 16 else nullcontext():
+                        self.step()
+                bar.update(before + self.done() - bar.n)
+            bar.update(before + self.N - bar.n)
 
     def done(self) -> int:
         """How many sequences are over; those that go on count as their tokens' share of max_new_tokens."""
@@ -337,6 +353,17 @@ class DecodeBatch:
             w, longest = min(n, self.replies_at_once), self.max_new_tokens - 2
             self.read(range(w), [1] * w, [[0] * longest] * w)
         self.shrink(np.arange(max(n - n // 4 - 1, 1)))
+
+
+def check_prompts(prompts, max_new_tokens, block_size):
+    longest = max(map(len, prompts))
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
+    if longest + max_new_tokens > block_size:
+        raise SnugError(
+            f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens} is longer than block_size={block_size}; "
+            "lower max_new_tokens or, in a run, max_prompt_length"
+        )
 
 
 def as_tuple(stop_token):
