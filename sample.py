@@ -45,7 +45,7 @@ from runs.loading import load_run
 from runs.notes import unused_template
 from runs.prepare import Prepared
 from settings import PRETRAINED_LENGTH, GRPOSettings
-from snug.decoding import DecodeBatch, as_tuple, cached_casts, uniforms
+from snug.decoding import DecodeBatch, as_tuple, cached_casts, check_prompts, uniforms
 from snug.decoding.naive import generate_naive as generate_naive
 from snug.options import SnugError, merge_options, plain
 
@@ -154,6 +154,7 @@ def sample_groups(
 
     Raises ValueError if a prompt is empty, SnugError if one leaves no room for max_new_tokens within block_size.
     """
+    check_prompts(prompts, max_new_tokens, model.config.block_size)
     N = len(prompts) * group_size
     # Inference mode saves a tenth of a step on a CPU. Autocast would cast the weights in every step in it.
     casts = torch.is_autocast_enabled(model.device.type)

@@ -84,7 +84,6 @@ class DecodeBatch:
         """k completions of each prompt. The other options are those of sample.sample_groups, but
 
         ask(sequence, ids of its turn) -> a concurrent.futures.Future of what `respond` returns."""
-        check_prompts(prompts, max_new_tokens, model.config.block_size)
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
         self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb)
         self.stop_tokens = as_tuple(stop_token)
