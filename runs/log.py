@@ -18,8 +18,6 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from shutil import get_terminal_size
-from textwrap import shorten
 from traceback import format_exception
 
 from snug.options import SnugError, described, in_one_line, plain, told
@@ -61,8 +59,7 @@ def console_line(record: dict, total: int) -> str:
         for name in record
         if name[:7] == "reward/" and record[name] is not None
     ]
-    width = max(get_terminal_size((999, 0)).columns - 40, 9)  # beside the total, in the first row
-    record |= dict(rewards=shorten(" ".join(means), width, placeholder="...") or None)
+    record |= dict(rewards=" ".join(means) or None)
     for name, text in CONSOLE.items():
         value = record.get(name)
         if value is not None and (value or not name.endswith(("_steps", "_errors"))):

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binom, binomtest
+from scipy.stats import binomtest
 
 import evaluate
 import train_sft
@@ -19,7 +19,6 @@ from data.pairs import MOST, compared, comparison, sign_flip, verdict
 from evaluate import compare, run_evaluation
 from helpers import HOME
 from helpers.models import make_model
-from helpers.runs import hex_run
 from runs.evaluation import prepare_pair
 from runs.prepare import prepare
 from settings import EvaluateSettings, SFTSettings
@@ -163,41 +162,6 @@ def test_an_interval_has_the_difference_in_95_of_100_evaluations(case, luck):
         row = evaluated(some * a, some * b, n, rng, luck)
         found += row["low"] <= (b - a) * share <= row["high"]
     assert found >= 181
-
-
-def test_equal_models_differ_in_5_of_100_evaluations():
-    """200 pairs of evaluations without shared luck; 99.8 % of such counts are within the limits."""
-    rng = np.random.default_rng(1)
-    called, greedy = 0, 0
-    for _ in range(200):
-        rates = rng.beta(0.5, 0.5, 60)
-        called += evaluated(rates, rates, 4, rng)["p"] < 0.05
-        greedy += evaluated(rates, rates, 1, rng)["p"] < 0.05
-    low, high = binom.ppf([0.001, 0.999], 200, 0.05)
-    assert low <= called <= high
-    assert greedy <= high  # an exact test of few whole numbers says so less often
-
-
-def nudged(model, size):
-    """The model with other weights: a little noise on each."""
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += size * weight.std() * torch.randn_like(weight)
-    return model
-
-
-def test_shared_luck_makes_intervals_narrower():
-    """At equal samples; by three fifths here, where the weights differ by a tenth of their spread."""
-    widths = []
-    for seed in (0, 1):
-        rows = []
-        for change, luck in ((0, 0), (0.1, seed)):
-            model, prepared, options = hex_run(P=40, num_samples=4, seed=luck)
-            rows.append(run_evaluation(nudged(model, change), prepared, options)[1])
-        row = comparison(*rows)["sampled right"]
-        widths.append(row["high"] - row["low"])
-    assert widths[0] < 0.6 * widths[1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import report
 from helpers.pages import CHROMIUM, make_run, make_samples, page_of
 from runs.page.charts import charts_of
 from runs.page.runs import read_run, read_runs
-from runs.page.write import island, shown, tiles
+from runs.page.write import island, shown
 from settings import GRPOSettings, SFTSettings
 from snug.options import HIDDEN, SnugError, plain
 
@@ -110,7 +110,7 @@ def test_the_top_says_the_model_its_size_and_what_is_not_default():
     assert ["beta", "0.5", "-"] in top_of([other, warm])
 
 
-def test_the_table_and_the_tiles():
+def test_the_table():
     folders = [make_run(Path("a"), iterations=5), make_run(Path("warm"), kind="SFT", iterations=3)]
     runs = read_runs(folders)
     records = runs[0].records
@@ -125,9 +125,6 @@ def test_the_table_and_the_tiles():
     assert rows["pass_at_1 (first -> last)"] == ["0.000 -> 0.800", "0.000 -> 0.400"]
     assert rows["time_s (median)"] == ["30.000", "10.000"] and rows["time_eval_s (median)"] == ["3.000", "-"]
     assert "eval_reward_mean (first -> last)" not in rows
-    peak = {"peak memory": "50 MiB", "time": "03:39"}
-    scores = {"reward": "0.000 -> 0.400", "pass@1": "0.000 -> 0.800"}
-    assert tiles(runs[0]) == {"iterations": "5"} | scores | peak
 
 
 def test_a_completion_ends_no_script_and_the_page_needs_no_network():
@@ -164,7 +161,7 @@ def test_no_text_of_a_page_turns_its_order_or_hides():
 def test_runs_that_are_not_finished_or_empty():
     folder = make_run(Path("a"), max_iters=9)
     (run,) = read_runs([folder])
-    assert not run.ended and "4 of 9" in page_of([folder]).read_text()
+    assert not run.ended and "not finished" in page_of([folder]).read_text()
     with open(f"{folder}/log.jsonl", "a") as file:
         file.write('{"iter": 4, "lo')
     assert len(read_runs([folder])[0].records) == 4

@@ -7,12 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import grpo
-import train_sft
 from data.pairs import compared, said
-from helpers.runs import tiny
-from runs.page.runs import Run, read_runs
-from runs.prepare import prepare
+from runs.page.runs import Run
 from runs.verdict import suspicion, verdict
 
 RNG = np.random.default_rng(0)
@@ -105,19 +101,3 @@ def test_honest_runs_are_seldom_named():
         scores = RNG.binomial(200, rates[[0, -1]]) / 200
         named += bool(suspicion(make("x", scores.tolist(), rewards.tolist(), 24, eval_prompts=200)))
     assert named <= 10
-
-
-def nines(prompts, completions, **columns):
-    """A reward that any model can learn, and that is not the task."""
-    return [float("9" in completion) for completion in completions]
-
-
-def test_a_real_run_that_learns_only_its_reward_is_named(tmp_path, one_thread):
-    sft, settings = tiny(tmp_path, device="cpu", reward_funcs=[f"{__name__}:nines"], eval_prompts=100)
-    train_sft.main(prepare(dataclasses.replace(sft, device="cpu", max_iters=12, eval_prompts=0)))
-    settings = dataclasses.replace(
-        settings, max_iters=24, batch_size=8, group_size=8, eval_interval=24, learning_rate=0.01
-    )
-    grpo.main(prepare(settings))
-    [line] = verdict(read_runs([settings.out_dir]))
-    assert "the reward rises" in line and "task_pass_at_1_sampled does not" in line

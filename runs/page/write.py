@@ -10,11 +10,9 @@ import secrets
 from dataclasses import asdict
 from pathlib import Path
 
-from tqdm import tqdm
-
-from runs.log import change, write_whole
+from runs.log import write_whole
 from runs.page.charts import PALETTE, charts_of
-from runs.page.runs import Run, logged, options_of
+from runs.page.runs import Run, options_of
 from snug.options import in_one_line, plain
 
 HERE = Path(__file__).parent
@@ -44,7 +42,6 @@ def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
         nonce=secrets.token_urlsafe(16),
         runs=runs,
         sections=list(dict.fromkeys(chart.section for chart in charts)),
-        tiles=tiles(runs[0]),
         options=options_of(runs),
         cells=cells,
         verdict=verdict,
@@ -67,18 +64,3 @@ def shown(value):
     if isinstance(value, list):
         return list(map(shown, value))
     return plain(str(value)) if type(value) is str or isinstance(value, Path) else value
-
-
-def tiles(run: Run) -> dict[str, str]:
-    """The figures at the top of the page."""
-    iterations = f"{len(run.records):,}"
-    if not run.ended:
-        iterations += f" of {run.settings['max_iters']:,}"
-    figures = {"reward": "reward_mean", "pass@1": "pass_at_1"}
-    if run.kind == "SFT":
-        figures["loss"] = "loss"
-    tiles = {"iterations": iterations}
-    tiles |= {name: change(run.records, figure) for name, figure in figures.items()}
-    tiles["peak memory"] = f"{max(logged(run.records, 'mem_max_alloc_mb')):,.0f} MiB"
-    tiles["time"] = tqdm.format_interval(sum(logged(run.records, "time_s")))
-    return tiles
