@@ -504,12 +504,6 @@ MUTANTS = [
     ("a panic of a library is a traceback", "snug/options/__init__.py", 'is_panic = type(error).__name__ == "PanicException"', "is_panic = False", "test_tokenizer.py"),
     ("an error commands the terminal", "snug/options/__init__.py", "return plain(", "return (", "test_log.py"),
     # snug/options/progress.py
-    ("signs of life: a fast run gets lines too", "snug/options/progress.py", "if not SAID.wait(wait):", "if SAID.wait(wait) or True:", "test_progress.py"),
-    ("signs of life: only the first line", "snug/options/progress.py", "                SAID.clear()\n", "                SAID.clear()\n                SAID.wait()\n", "test_progress.py"),
-    ("signs of life: the first line comes late", "snug/options/progress.py", "wait = FIRST", "wait = EVERY", "test_progress.py"),
-    ("signs of life: every process speaks", "snug/options/progress.py", "if IS_FIRST and not (console", "if not (console", "test_progress.py"),
-    ("signs of life: a terminal gets lines too", "snug/options/progress.py", "IS_FIRST and not (console or sys.stdout).isatty()", "IS_FIRST", "test_progress.py"),
-    ("signs of life: samples among the lines", "snug/options/progress.py", "file=console, flush", "flush", "test_progress.py"),
     ("signs of life: a resumed run is fast", "snug/options/progress.py", "initial=done, ", "", "test_progress.py"),
     ("signs of life: an evaluation counts its samplings apart", "snug/options/progress.py", "if total and PHASES and PHASES[-1].unit", "if total and not PHASES and PHASES[-1].unit", "test_progress.py"),
     ("signs of life: a failed loop goes on for ever", "snug/options/progress.py", "while len(PHASES) > depth:", "if PHASES[-1] is bar:", "test_progress.py"),

@@ -76,7 +76,7 @@ def test_an_out_dir_that_cannot_be_is_one_line(tmp_path, name, options):
     words = ["train_sft.py", "--device=cpu", "--max_iters=1", "--eval_prompts=0", f"--out_dir={tmp_path / name}"]
     child = subprocess.run([sys.executable, *words, *options], cwd=HOME, capture_output=True, text=True)
     assert child.returncode == 2 and child.stderr.count("\n") == 1
-    assert child.stdout in ("", "starting\n")  # on a busy machine
+    assert child.stdout == ""
     assert f"out_dir={tmp_path / name} cannot be written to (" in child.stderr
 
 
