@@ -250,7 +250,7 @@ def decode_steps(what, model, sizes, cases, weights):
         us = microseconds(batch.step, 10)
         cached = 4 * c.n_layer * c.n_kv_head * c.head_size * (P * T + rows * longest // 2)
         details = dict(tokens_per_s=rows / us * 1e6, floor=f"{100 * (weights + cached) / copy / us * 1e6:.0f} %")
-        details |= dict(tb_per_s=(weights + cached) / us / 1e6, graph=batch.recorder.graph is not None)
+        details |= dict(tb_per_s=(weights + cached) / us / 1e6, graph=bool(batch.recorder and batch.recorder.graph))
         result(f"{what} {rows} x {longest}: a step", us / 1e3, "ms", **details)
         result(f"{what} {rows} x {longest}: the first step, with a recording", 1e3 * first, "ms")
     print_kernels(f"{what} {rows} x {longest}", batch.step)
