@@ -99,18 +99,14 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
     from safetensors.torch import save_file
 
     base = local_folder(base, weights=False)
-    tensors, modules = {}, set()
+    tensors, modules = {}, []
     for entry, module in matrices(base, vars(model.config)):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
         if hasattr(layer, "lora_A"):
-            # GPT-2 has a c_proj in both halves of a block.
-            modules.add(".".join(module.split(".")[-2 if entry.transposed else -1 :]))
+            modules.append(module)
             for letter, value in (("A", layer.lora_A), ("B", rows_of(layer.lora_B, entry))):
                 tensors[f"{PEFT}{module}.lora_{letter}.weight"] = value.detach().cpu().clone()
-    targets, name, revision = sorted(modules), hub_name(base), None
-    first = next(iter(tensors))
-    if "language_model." in first:  # its eyes have matrices of these names, too
-        targets = rf".*language_model.*\.({'|'.join(targets)})"
+    name, revision = hub_name(base), None
     if name != str(base):
         name, revision = name.split("@")
     config = dict(
@@ -120,8 +116,8 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
         revision=revision,
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
-        target_modules=targets,
-        fan_in_fan_out=first.startswith(f"{PEFT}transformer."),
+        target_modules=modules,  # whole names: eyes and GPT-2's two c_proj end alike
+        fan_in_fan_out=modules[0].startswith("transformer."),
         inference_mode=True,
     )
     with appearing(folder) as temporary:
