@@ -189,7 +189,9 @@ def ceilings(sizes):
 def nf4(sizes):
     for rows, (out, width) in itertools.product(sizes["rows"], sizes["matrices"]):
         x, count = random_bfloat16(rows, width), 1 + 2 * sizes["cache"] // (out * width)
-        weights = [NF4((out, width), DEVICE).copy_(torch.randn(out, width, device=DEVICE)) for _ in range(count)]
+        weights = [NF4((out, width), DEVICE) for _ in range(count)]
+        for weight in weights:
+            weight.copy_(torch.randn(out, width, device=DEVICE))
         values = [weight.dequantized(torch.bfloat16) for weight in weights[: 1 + count // 4]]
         exact, name = x.double() @ values[0].double().t(), f"NF4, {rows} rows, {out} x {width}"
         y = (product if CUDA else dequantized)(x, weights[0])  # the kernel runs on CUDA alone
