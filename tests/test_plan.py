@@ -104,7 +104,7 @@ def test_the_plan_is_what_a_run_takes(name, tmp_path, monkeypatch):
     if its_plan.host:
         assert its_plan.host == pytest.approx(record["mem_max_host_mb"] * MIB - before, rel=0.02)
     if profiled is not None:  # it sees device and host, and not that they are at their peaks at different times
-        assert 0.98 * its_plan.peak <= profiled <= 1.02 * (its_plan.peak + its_plan.host)
+        assert 0.98 * its_plan.peak <= profiled <= 1.025 * (its_plan.peak + its_plan.host)
 
 
 @pytest.mark.parametrize(
