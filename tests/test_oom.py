@@ -45,14 +45,14 @@ class OutOfMemoryAt(TorchDispatchMode):
         return result
 
 
-def weights_after(tmp_path, point, **changes):
+def weights_after(tmp_path, point, dtype="float64", **changes):
     """Two iterations with an out-of-memory at allocation `point` of the first (0: none) -> weights, allocations, settings.
 
     All in float64: then what is decoded or cut in other pieces differs by 1e-16 or so. Adam divides a gradient by its own
     size + 1e-8, so an error in it comes out at most 1e8 times as large, in units of the learning rate 1e-3.
     """
     prepared, settings = prepared_run(tmp_path, **changes | dict(eval_prompts=0, save_interval=1))
-    settings.param_dtype = settings.optimizer_dtype = "float64"
+    settings.param_dtype = settings.optimizer_dtype = dtype
     prepared.reward_funcs = [lambda prompts, completions, **columns: [sum(map(ord, c)) % 7 for c in completions]]
     original, modes = grpo.iterate, []
 
@@ -91,7 +91,7 @@ def test_an_out_of_memory_anywhere_changes_nothing_but_the_pieces(changes, point
 
 
 def test_a_resumed_run_remembers(tmp_path, capsys):
-    changes = SMALL | dict(max_tokens_per_micro_batch=0)
+    changes = SMALL | dict(max_tokens_per_micro_batch=0, dtype="float32")
     _, allocations, _ = weights_after(tmp_path / "whole", 0, **changes)
     _, _, settings = weights_after(tmp_path / "again", allocations - 30, **changes)
     ((asked, smaller),) = read_state(newest(settings.out_dir))["after_oom"].values()
