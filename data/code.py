@@ -8,9 +8,9 @@
 
 MBPP's sanitized rows have prompt for text. A prompt that is the beginning of a program is that of a base model, and
 with chat it stands in a code block behind an instruction. Any other prompt stays as it is. A completion's program is
-the last code block that parses and defines the function at its top level (of several functions the last of each), or the
-last block, or the whole text. Without chat, behind a prompt of code, it ends at HumanEval's stop sequences, unless it
-begins with a block.
+the last code block that parses and defines the function at its top level, or the last block, or the whole text; other
+blocks come before it if they define or import what it needs. Without chat, behind a prompt of code, it ends at
+HumanEval's stop sequences, unless it begins with a block.
 The program is executed, behind the prompt's code. programs.py says what it can do and see there: no tests.
 
 A demonstration is canonical_solution, or MBPP's code. samples.jsonl has the share of tests that each completion's
@@ -39,7 +39,19 @@ INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
     "code block:"
 )
-BLOCK = re.compile(r"(?<![`~])(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.MULTILINE | re.DOTALL)
+# Python's strings and comments, in which no block ends.
+WHOLE = (
+    r'"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|#[^\n]*|'
+    r"'''(?:\\.|[^\\])*?'''|'(?:\\.|[^'\\\n])*'"
+)
+# Blocks that end at any fence, and blocks that end at a fence alone on its line, outside of strings.
+BLOCKS = [
+    re.compile(text, re.MULTILINE | re.DOTALL)
+    for text in (
+        r"(?<![`~])(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)",
+        rf"(?<!\S)(`{{3,}}|~{{3,}})[ \t]*[\w+.-]*\s*?\n((?:{WHOLE}|.)*?)(?:^[ \t]*\1\s*?$|\Z)",
+    )
+]
 # Where the function is over: HumanEval's stop sequences (Chen et al. 2021).
 NEXT = re.compile(r"\n(?:class|def|#|if|print|@|```)")
 MAX_PROGRAM = 50_000  # characters
@@ -95,7 +107,7 @@ class Code(FileTask):
                 own = '{"prompt": text, "tests": ["assert f(1) == 2"]}'
                 raise ValueError(f"must be a row of HumanEval, of MBPP or {own}, not {value!r:.60}")
         head = prompt if functions(prompt) else ""
-        names = names or functions(head)[-1:] or sorted(names_in("\n".join([setup, *tests]))[1])
+        names = names or functions(head)[-1:] or sorted(names_in("\n".join([setup, *tests]))[2])
         setup = f"{whole(head)}\n{setup}"
         for code in (setup, *tests):
             compile(code, "the row's code", "exec")
@@ -115,10 +127,16 @@ class Code(FileTask):
         text = completion[:MAX_PROGRAM]
         if head and not self.settings.chat and not text.lstrip().startswith(("```", "~~~")):
             return head + NEXT.split(text)[0]
-        blocks = [dedent(found[2]) for found in BLOCK.finditer(text)]  # in a list they are indented
-        ours = {name: block for block in blocks for name in names_in(block)[0] & {*names}}
-        program = "\n".join(dict.fromkeys(ours.values())) or [text, *blocks][-1]
-        return f"{whole(head)}\n{program}"
+        blocks = [found[2] for kind in BLOCKS for found in kind.finditer(text)]
+        parts = [(code, *names_in(code)) for code in map(dedent, blocks)]  # in a list it is indented
+        bodies = [block for block in blocks if head and block[:1].isspace()]
+        ours = [code for code, made, _, _ in parts if made & {*names}]
+        program = f"{whole(head)}\n{[text, *blocks, *bodies, *ours][-1]}"
+        _, given, missing = names_in(program)
+        for code, _, gives, needs in reversed(parts):
+            if gives & (missing | {*names}) - given:
+                program, given, missing = f"{code}\n{program}", given | gives, missing | needs
+        return program
 
     def rewards(self, prompts, completions, log_extra=None, **columns):
         """The share of its tests that each completion passes; with code_reward=all 1.0 or 0.0. With chat 0.0 for one
@@ -183,16 +201,18 @@ def of(row, column: str, kind=str):
     return value
 
 
-def names_in(code: str) -> tuple[set, set]:
-    """-> names that code defines at its top level, and names that it lacks; Python's own do not lack. Both are empty if
-    the code does not parse."""
+def names_in(code: str) -> tuple[set, set, set]:
+    """-> names that code defines at its top level, these and what it imports there, and what it lacks.
+
+    Python's own names are not lacking. All are empty if the code does not parse.
+    """
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError), unwarned():
         tables = [symtable(code, "program", "exec")]
         top = tables[0].get_symbols()
         made = {symbol.get_name() for symbol in top if symbol.is_assigned()}
-        imported = {symbol.get_name() for symbol in top if symbol.is_imported()}
+        given = made | {symbol.get_name() for symbol in top if symbol.is_imported()}
         for table in tables:
             tables += table.get_children()
         used = {each.get_name() for table in tables for each in table.get_symbols() if each.is_global()}
-        return made, used - made - imported - {*dir(builtins)}
-    return set(), set()
+        return made, given, used - given - {*dir(builtins)}
+    return set(), set(), set()

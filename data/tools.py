@@ -277,6 +277,8 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
             return text_within(functions[name], arguments, seconds), False
         except OutOfTime:
             problem = f"{name} took longer than {seconds:g} seconds"
+        except KeyboardInterrupt:  # Ctrl-C
+            raise
         except BaseException as error:
             problem = str(error) or type(error).__name__
     return str({"error": problem[:MAX_ERROR]}), True

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answers import BAD, GOOD, RIGHT, WRONG
+from answers import BAD, BODIES, GOOD, RIGHT, WRONG
 from data import code, make_task, programs
 from data.code import names_in
 from data.programs import POOL, from_plain, judge, to_plain
@@ -102,7 +102,7 @@ def test_the_program_of_an_answer(tmp_path, row):
     """tests/answers.py has right ones, and what no program of an answer may become."""
     task = task_of(written(tmp_path, [row]), chat=True)
     [row] = task.prompts("train", [0])
-    answers = RIGHT | WRONG
+    answers = RIGHT | WRONG | (BODIES if row["head"] else {})
     if sys.version_info < (3, 12):
         del answers["a parameter of types"]
     with warnings.catch_warnings(action="error"):
@@ -126,7 +126,7 @@ def test_a_signature_alone_is_code(tmp_path, chat):
     """Its prompt does not parse, but with a body it would."""
     task = task_of(written(tmp_path, [dict(prompt="def f(x):\n", tests=["assert f(1) == 2"])]), chat=chat)
     [row] = task.prompts("train", [0])
-    completions = [f"```\n{GOOD}```"] + ["  return x + 1"] * (not chat)
+    completions = [f"```\n{GOOD}```", f"```\n{BODY}```"] + ["  return x + 1"] * (not chat)
     assert rewards(task, row, completions)[0] == [1] * len(completions)
 
 
@@ -145,7 +145,7 @@ def test_what_tests_call_is_what_nobody_defines():
     )
     setup += "\ndef same(g, x): return g(x) == x"
     code = f"{setup}\nassert near(area(helper(1)), sum([width(Box())])) and same(id_of, 2) and max(map(mine, [1]))"
-    assert names_in(code)[1] == {"area", "width", "id_of", "mine"}
+    assert names_in(code)[2] == {"area", "width", "id_of", "mine"}
 
 
 @pytest.mark.parametrize(
