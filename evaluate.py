@@ -30,11 +30,12 @@ from runs.notes import notes
 from runs.prepare import Prepared
 from settings import EvaluateSettings
 from snug.options import friendly_errors, in_one_line, plain, read_settings
-from snug.options.progress import phase, say
+from snug.options.progress import phase, say, speak
 from snug.pretrained.hub import hub_name
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
+        speak()
         options, given, folders = read_settings(
             EvaluateSettings, sys.argv[1:], positional="folders", task_of=task_of
         )

@@ -18,10 +18,11 @@ from functools import partial
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.options import friendly_errors, read_settings
-from snug.options.progress import say
+from snug.options.progress import say, speak
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
+        speak()
         prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
 
 import torch

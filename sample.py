@@ -19,8 +19,10 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     from runs.checkpoint import find_run
     from settings import SampleSettings
     from snug.options import friendly_errors, read_settings
+    from snug.options.progress import speak
 
     with friendly_errors():
+        speak(sys.stderr)
         settings, given, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
         run = find_run(folder)
 

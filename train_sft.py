@@ -10,9 +10,11 @@ import sys
 from runs.prepare import prepare
 from settings import SFTSettings
 from snug.options import friendly_errors, read_settings
+from snug.options.progress import speak
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
+        speak()
         prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
 
 import random

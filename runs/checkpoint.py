@@ -64,10 +64,10 @@ def iteration_of(path: Path):
     return int(path.name.removeprefix(PREFIX))
 
 
-def newest(folder: str | Path, tensors: bool = True):
+def newest(folder: str | Path, tensors: bool = True, optimizer: bool = False):
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
-    tensors: as for `damage`. stderr names the damaged checkpoints that are passed over.
+    tensors, optimizer: as for `damage`. stderr names the damaged checkpoints that are passed over.
     """
     folder = Path(folder)
     refuse_missing(folder)
@@ -79,7 +79,7 @@ def newest(folder: str | Path, tensors: bool = True):
             f"{folder}: has no checkpoint; if it is a run, nothing was saved yet: start it again"
         )
     for path in reversed(paths):
-        problem = damage(path, tensors)
+        problem = damage(path, tensors, optimizer)
         if not problem:
             return path
         if path != paths[0]:
@@ -104,13 +104,19 @@ def refuse_missing(folder: Path):
     raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
 
 
-def damage(path: Path, tensors: bool = True):
-    """Compare a checkpoint's files with its manifest -> what is wrong, or None. tensors=False: not the tensors."""
+def damage(path: Path, tensors: bool = True, optimizer: bool = False):
+    """Compare a checkpoint's files with its manifest -> what is wrong, or None.
+
+    tensors=False: no tensors. optimizer=True: also the optimizer's, which only a run that goes on needs.
+    """
+    unread = set() if optimizer else {"optimizer.safetensors"}
+    if not tensors:
+        unread = {"model.safetensors", "optimizer.safetensors"}
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         for name, expected in manifest.items():
             file = path / name
-            if (tensors or file.suffix != ".safetensors") and sha256(file) != expected["sha256"]:
+            if name not in unread and sha256(file) != expected["sha256"]:
                 return f"checkpoint {path}: {name} is not what was written"
     except Exception as error:
         return f"checkpoint {path}: cannot be read ({described(error)})"
@@ -127,11 +133,12 @@ def read_state(path: Path) -> dict:
     return json.loads((path / "state.json").read_text())
 
 
-def find_run(folder: str | Path, tensors: bool = True) -> Checkpoint:
+def find_run(folder: str | Path, tensors: bool = True, optimizer: bool = False) -> Checkpoint:
     """A run's `newest` checkpoint, or a Hugging Face folder whose tensors have the right names and shapes.
 
     A folder of adapters comes with its base, which has the shape; the tokenizer may be beside the adapters.
-    A model on the hub is downloaded; with tensors=False perhaps without its weights. Raises SnugError.
+    A model on the hub is downloaded; with tensors=False perhaps without its weights. optimizer: as for
+    `damage`. Raises SnugError.
     """
     if not folder:
         raise SnugError(
@@ -140,7 +147,7 @@ def find_run(folder: str | Path, tensors: bool = True) -> Checkpoint:
     found = find_path(folder)
     path = found if found.is_dir() else local_folder(folder, tensors)
     if not is_pretrained(path):
-        path = newest(path, tensors)
+        path = newest(path, tensors, optimizer)
         return Checkpoint(path, read_state(path))
     weights = base, rank, *_ = find_base(path, tensors)
     settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, lora_rank=rank)

@@ -11,6 +11,7 @@ import sys
 from runs.checkpoint import base_of, find_run
 from settings import ExportSettings
 from snug.options import SnugError, friendly_errors, read_settings
+from snug.options.progress import speak
 from snug.pretrained.adapters import save_adapters
 from snug.pretrained.hub import hub_name
 from snug.pretrained.shapes import is_pretrained
@@ -49,5 +50,6 @@ def main(settings: ExportSettings, folder: str):
 
 if __name__ == "__main__":
     with friendly_errors():
+        speak()
         settings, _, folder = read_settings(ExportSettings, sys.argv[1:], positional="folder")
         main(settings, folder)

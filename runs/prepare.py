@@ -124,7 +124,7 @@ def find_resume(settings):
     folder = settings.out_dir if settings.resume == "auto" else settings.resume
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
         return None, None
-    resume = find_run(folder, tensors=not settings.plan)
+    resume = find_run(folder, tensors=not settings.plan, optimizer=True)
     before = settings_of(resume)
     if isinstance(before, GRPOSettings) != isinstance(settings, GRPOSettings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"

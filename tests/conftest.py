@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.models import DEVICE
+from snug.options import progress
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait for one another crawl
     torch.set_num_threads(1)
@@ -20,6 +21,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_speaks():
+    """Of a command in this process: its thread would go on through other tests."""
+    with pytest.MonkeyPatch.context() as patch:  # not the test's, which may undo it
+        patch.setattr(progress, "speak", lambda *console: None)
+        yield
 
 
 @pytest.fixture

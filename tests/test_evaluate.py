@@ -230,6 +230,8 @@ def test_the_command(run_folder):
     assert (summary["checkpoint"], options["task"], options["num_samples"]) == (str(newest(run_folder)), "jsonl", 6)
     start = "jsonl, 30 prompts of the test split, 6 samples each at temperature 0.9; 95 % intervals"
     lines = run.stdout.splitlines()
+    told = ("starting", "evaluation ")  # by a busy machine, which is slow
+    lines = [line for line in lines if not line.startswith(told)]
     assert lines == [f"{newest(run_folder)}: {start}", *table(summary)[1:], f"samples in {file}"]
     names = ["pass@1", "pass@1", "pass@2", "pass@4", "pass@6", "maj@6", "length", "stopped"]
     assert [line.split()[0] for line in lines[1:-1]] == names

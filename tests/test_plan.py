@@ -169,7 +169,7 @@ SHAPES = {
 class LongTask:
     """Prompts of so many tokens, and answers of 768."""
 
-    settings, longest = SFTSettings(), Task.longest
+    settings, longest, dropped = SFTSettings(), Task.longest, ""
 
     def __init__(self, prompt):
         self.longest_bytes = lambda: (prompt, 767)

@@ -1,4 +1,4 @@
-"""Bars: what they count, and that a real command shows them in a terminal."""
+"""Signs of life of real commands, in a pipe and in a terminal. Slow steps wait until the test has seen what it looks for."""
 
 import os
 import re
@@ -10,19 +10,66 @@ from contextlib import suppress
 import pytest
 
 from helpers import HOME
-from helpers.models import make_flat_model
+from helpers.models import make_chat_model, make_flat_model
 from sample import sample_groups
 from snug.options import progress
-from snug.options.progress import PHASES, counted, phase
+from snug.options.progress import PHASES, counted, phase, say, shown, speak
 
 
-def test_a_phase_counts_what_is_in_it():
-    """A resumed run has done 2 of 12 before."""
-    with phase("GRPO", 12, "iterations", 2) as bar, phase("train"):
+class Waits:
+    """An event that was set in these waits. A run that has no more of them ends the thread."""
+
+    def __init__(self, *answers):
+        self.answers, self.calls = list(answers), []
+
+    def wait(self, seconds):
+        self.calls.append(seconds)
+        if not self.answers:
+            raise ValueError
+        return self.answers.pop(0)
+
+    def set(self):
+        self.calls.append("set")
+
+    def clear(self):
+        self.calls.append("clear")
+
+
+class Now:
+    """A thread that does its work at once."""
+
+    def __init__(self, target, daemon):
+        self.start = target
+
+
+def test_a_command_that_says_something_gets_no_line(monkeypatch, capsys):
+    waits = Waits(True, False, False, True)
+    monkeypatch.setattr(progress, "SAID", waits)
+    monkeypatch.setattr(progress, "Thread", Now)
+    speak()
+    assert capsys.readouterr().out == "starting\n" * 2
+    said = [progress.EVERY, "clear"]
+    assert waits.calls == [progress.FIRST, "clear", *said, *said, progress.EVERY, "clear", progress.EVERY]
+    waits.answers = [False]
+    speak(sys.stderr)  # sample.py, whose completions are on stdout
+    assert capsys.readouterr() == ("", "starting\n")
+    monkeypatch.setattr(progress, "IS_FIRST", False)
+    waits.answers = [False]
+    speak()
+    assert capsys.readouterr().out == "" and waits.answers
+    say("a line")
+    assert capsys.readouterr().out == "a line\n" and waits.calls[-1] == "set"
+
+
+def test_how_far_a_phase_is_and_what_is_left():
+    """A resumed run has done 2 of 12 before; the two since took 20 seconds, so eight more take 80."""
+    with phase("GRPO", 12, "iterations", 2) as bar, phase("train") as train:
         bar.update(2)
-        assert bar.n == 4
+        bar.start_t -= 20
+        train.start_t -= 3700
+        assert [*map(shown, PHASES)] == ["GRPO 4/12 iterations (00:20, 01:20 left)", "train (1:01:40)"]
         for number, _ in enumerate(counted("abc", "micro-batches")):
-            assert PHASES[-1].n == number and PHASES[-1].total == 3
+            assert shown(PHASES[2]) == f"{number}/3 micro-batches (00:00, {'00:00' if number else '?'} left)"
         with phase("sampling", 5, "iterations") as outer:  # of the same unit: a part of the count outside
             assert outer is not bar
         with phase("more", 5, "prompts") as prompts, phase("of them", 3, "prompts") as same:
@@ -52,11 +99,112 @@ def test_the_count_of_completions_rises_to_all_of_them(monkeypatch, max_batch):
     assert counts == sorted(counts) and counts[-1] == 4 and len(set(counts)) > 3
 
 
-QUICK = f"{HOME}/train_sft.py --device=cpu --batch_size=4 --max_iters=30 --eval_prompts=0 --save_interval=0"
+# Runs a command that speaks ten times a second. Arguments: gates, then the command. A gate is place:function:n, whose
+# n-th call waits for a line on stdin. Before them the import of torch does.
+GATED = """
+import importlib, runpy, sys
+from snug.options import progress
+progress.FIRST = progress.EVERY = 0.1
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.stdin.readline()
+        if name == "sample":  # all that a gate needs is imported
+            for gate in gates:
+                wait(*gate.split(":"))
+
+def wait(place, name, number):
+    module, _, cls = place.partition("/")
+    owner = importlib.import_module(module)
+    owner = getattr(owner, cls) if cls else owner
+    function, calls = getattr(owner, name), []
+    def gated(*arguments, **options):
+        calls.append(name)
+        if len(calls) == int(number):
+            sys.stdin.readline()
+        return function(*arguments, **options)
+    setattr(owner, name, gated)
+
+gates = sys.argv[1].split()
+sys.meta_path.insert(0, Finder())
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+TIME = r"\d\d:\d\d"
+LEFT = rf"\({TIME}, {TIME} left\)"
+GRPO = {  # gate: what is said there
+    "torch": "starting",
+    "snug.pretrained.tensors:read_tensor:6": rf"making the model \({TIME}\); loading 5/14 tensors {LEFT}",
+    "snug.decoding.decode_batch/DecodeBatch:step:4": rf"GRPO 0/2 iterations \({TIME}, \? left\); eval \({TIME}\); "
+    rf"evaluation [1-5]/6 completions {LEFT}",
+    "runs.prepare/Prepared:score:3": rf"GRPO 0/2 iterations \({TIME}, \? left\); reward \({TIME}\)",
+    "snug.kernels.segments/Segments:__init__:3": rf"GRPO 0/2 iterations \({TIME}, \? left\); train \({TIME}\); "
+    rf"2/\d micro-batches {LEFT}",
+    "hashlib:file_digest:2": rf"GRPO \d/2 iterations \({TIME}, .* left\); saving \({TIME}\); checking .* \({TIME}\)",
+}
+PLAN = {"torch": "starting", "snug.memory.fit:plan:4": rf"planning \({TIME}\); \d/\d options {LEFT}(; .*)?"}
+EVALUATE = {
+    "torch": "starting",
+    "snug.decoding.decode_batch/DecodeBatch:step:4": rf"evaluation [1-8]/9 completions {LEFT}",
+    "runs.prepare/Prepared:score:2": rf"evaluation 9/9 completions {LEFT}",
+}
 
 
-def test_a_terminal_has_the_bar(tmp_path):
-    """Bars are on stderr. A bar inside another one waits for 3 seconds."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("progress")
+    make_chat_model(folder / "model")
+    rows = "".join(f'{{"prompt": "{i} + 1 = ?", "answer": {i + 1}}}\n' for i in range(20))
+    (folder / "prompts.jsonl").write_text(rows)
+    (folder / "my_rewards.py").write_text(
+        "def slow(completions, **columns):\n    return [float(i % 3) for i in range(len(completions))]\n"
+    )
+    return folder
+
+
+def gated(gates, line, folder, **options):
+    """Start a command with these gates in `folder`."""
+    words = [sys.executable, "-c", GATED, " ".join(gates), *line.split()]
+    environment = os.environ | dict(PYTHONPATH=f"{HOME}:{folder}", OMP_NUM_THREADS="1")
+    environment.pop("COLUMNS", None)
+    return subprocess.Popen(words, cwd=folder, env=environment, stdin=subprocess.PIPE, text=True, **options)
+
+
+COMMON = "--device=cpu --task=jsonl --data_file=prompts.jsonl --chat --max_new_tokens=6"
+TRAIN = f"{HOME}/grpo.py {COMMON} --init_from=model --reward_funcs=my_rewards:slow --batch_size=2 --group_size=4 --max_iters=2 "
+TRAIN += "--eval_prompts=3 --save_interval=1 --max_tokens_per_micro_batch=40"
+
+
+COMMANDS = {
+    "train": (TRAIN, GRPO),
+    "plan": (f"{TRAIN} --plan --memory_budget_gb=0.00001", PLAN),
+    "evaluate": (f"{HOME}/evaluate.py model {COMMON} --num_prompts=3 --num_samples=2", EVALUATE),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("train", "evaluate", "plan")])
+def test_each_long_step_is_named_again_and_again_in_a_pipe(folder, name):
+    line, gates = COMMANDS[name]
+    child, said = gated([gate for gate in gates if gate != "torch"], line, folder, stdout=subprocess.PIPE), []
+    for gate, pattern in gates.items():
+        seen, before = 0, len(said)
+        while seen < 3:
+            said.append(child.stdout.readline().rstrip("\n"))
+            assert said[-1] and len(said) < before + 300, f"{gate} does not say {pattern}: {said[-20:]}"
+            seen += bool(re.fullmatch(pattern, said[-1]))
+        child.stdin.write("\n")
+        child.stdin.flush()
+    said += child.communicate()[0].splitlines()
+    assert child.returncode == 0, said
+
+
+QUICK = f"{HOME}/train_sft.py --device=cpu --batch_size=4 --max_iters=30 --eval_prompts=0 --save_interval=0 --out_dir="
+
+
+@pytest.mark.parametrize("console", ["terminal", "pipe"])
+def test_a_terminal_has_the_bar_a_pipe_has_the_lines(folder, console):
+    """Bars are on stderr, here always a terminal. A bar inside another one waits for 3 seconds."""
     import pty
 
     try:
@@ -64,13 +212,18 @@ def test_a_terminal_has_the_bar(tmp_path):
     except OSError as error:
         pytest.skip(f"no pseudo-terminal: {error}")
     termios.tcsetwinsize(terminal, (40, 80))
-    words = [sys.executable, *QUICK.split(), f"--out_dir={tmp_path}/run"]
-    child = subprocess.Popen(words, stderr=terminal, stdout=terminal)
+    child = gated(
+        [], QUICK + console, folder, stderr=terminal, stdout=subprocess.PIPE if console == "pipe" else terminal
+    )
     os.close(terminal)
-    seen = b""
+    seen, lines = b"", child.stdout and child.stdout.readline()
+    child.stdin.write("\n")
+    child.stdin.flush()
     with suppress(OSError):  # the terminal's end
         while data := os.read(main, 65536):
             seen += data
     text = seen.decode()
     assert child.wait(timeout=600) == 0 and re.search(r"SFT: +\d+%.* \d+/30 \[.*train", text)
-    assert "micro-batches" not in text
+    assert "starting" not in text and "micro-batches" not in text and "left)" not in text
+    if console == "pipe":
+        assert lines == "starting\n" and "\x1b" not in child.stdout.read()

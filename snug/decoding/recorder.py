@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from tqdm import tqdm
 
-from snug.options import SnugError, first_line
+from snug.device import cuda
+from snug.options import first_line
 
 
 class Recorder:
@@ -21,7 +22,7 @@ class Recorder:
     before the next one is recorded. The results of a step are written into older tensors, outside the pool."""
 
     def __init__(self, device):
-        self.device, self.enabled = device, True
+        self.device, self.enabled = device, not cuda.BROKEN
         self.graph = None
         # Made with the first graph. It frees its memory when it is deleted after the last graph. Attributes are deleted
         # in the order of their assignment, so it comes after `graph`.
@@ -38,21 +39,23 @@ class Recorder:
             self.record(step)
 
     def record(self, step):
-        """Record a step. If that runs out of memory twice, go on without graphs."""
-        for _ in range(2):
+        """Record a step. If that fails, for instance out of memory, go on without graphs."""
+        for emptied in (False, True):
             try:
                 with torch.cuda.device(self.device):
                     self.pool = self.pool or torch.cuda.MemPool()
                     self.graph = graph_of(step, self.pool, capture_stream(self.device))
                 return
-            except torch.OutOfMemoryError as error:
-                reason = first_line(error)
             except RuntimeError as error:
-                raise SnugError(
-                    f"a step of the sampler cannot be recorded: {first_line(error)}; add --enforce_eager"
-                ) from error
+                reason = first_line(error)
+                out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if emptied or not out_of_memory:
+                break
             torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
-        self.enabled, self.pool = False, None
+        if not out_of_memory:
+            cuda.keep_broken(self.pool)
+        self.enabled = False
+        self.pool = None
         tqdm.write(f"sampling goes on without CUDA graphs: {reason}", file=sys.stderr)
 
 

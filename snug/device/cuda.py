@@ -3,11 +3,14 @@
 Left out: which GPU there is, and what it cannot do (snug/device/pick.py).
 """
 
+import ctypes
+
 import torch
 
 from snug.device.kinds import kind_of
 
 MULTIPLE = 16  # tokens
+BROKEN = []  # memory pools of CUDA graphs whose recording failed: no more graphs
 
 
 def padded(length: int, tokens: torch.Tensor) -> int:
@@ -30,9 +33,18 @@ def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
+def keep_broken(pool):
+    """Keep one reference for ever: up to torch 2.12 deleting such a pool can abort the process, also at its end."""
+    BROKEN.append(pool)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
 def empty_cache():
-    """Give the blocks that the allocator caches back to the GPU, if there is one."""
-    if torch.cuda.is_available():
+    """Give the blocks that the allocator caches back to the GPU, if there is one.
+
+    After a broken recording it does nothing: up to torch 2.12 the allocator believes that it still records, and raises.
+    """
+    if torch.cuda.is_available() and not BROKEN:
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
