@@ -60,7 +60,8 @@ def main(prepared):
 def train(config="", *, prompts=None, reward_funcs=None, **options):
     """From Python -> notebook.FinishedRun. prompts: rows such as {"prompt": ..., "answer": ...}. Raises SnugError.
 
-    reward_funcs: functions, or "module:function". options: as in a config; tools may be functions, task and environment classes.
+    reward_funcs: functions, or "module:function". options: as in a config; tools may be functions, task and environment
+    classes.
     """
     return notebook.train(GRPOSettings, main, config, prompts, reward_funcs, options)
 

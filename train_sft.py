@@ -39,7 +39,7 @@ def train(config="", *, prompts=None, **options):
 
 
 def iterate(iteration, training, make_batch=None):
-    """One optimizer step -> (its line for the log, no samples). make_batch: a planner's stand-in for `demonstrations`."""
+    """One optimizer step -> (its line for the log, no samples). make_batch: a planner's, for `demonstrations`."""
     settings, model = training.settings, training.model
 
     # 1. Demonstrations, cut into micro-batches.

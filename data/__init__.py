@@ -89,7 +89,7 @@ class TaskOptions:
 
     def __new__(cls, **values):
         """An object whose class has the options of its task, too."""
-        made = cls.with_task(values.get("task", cls.task))
+        made = cls.with_task(values.get("task") or cls.task)
         if not issubclass(made, cls):
             raise TypeError("dataclasses.replace keeps the task; merge_options changes it")
         return object.__new__(made)

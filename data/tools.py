@@ -14,8 +14,8 @@ A model writes a call in the form that its chat template writes (Chat.call_form)
     llama   {"name": "calc", "parameters": {"expression": "1+1"}}, and nothing else in the turn
     inline  <calc>1+1</calc> at the end of the turn
 
-In hermes and llama a thought has no calls. It begins with <think>, at the start of the turn or at the end of the prompt,
-and ends with the last </think>.
+In hermes and llama a thought has no calls. It begins with <think>, at the start of the turn or at the end of the
+prompt, and ends with the last </think>.
 
 Left out: "(choices: ...)" in docstrings; other forms of calls, such as Mistral's; checks of an argument's type, as in
 TRL. A tool can do whatever Python can, so name only code that you trust.
@@ -245,7 +245,7 @@ def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
 
 
 def read_call(text: str) -> dict:
-    """A JSON object with a name and arguments, in which a text may have raw newlines -> a call, or one with an error."""
+    """A JSON object with a name and arguments -> a call, or one with an error. A text in it may have raw newlines."""
     function, problem = dict(name="", arguments={}), dict(error=UNREADABLE)
     with suppress(Exception):
         value = json.loads(text, strict=False)

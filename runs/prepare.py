@@ -144,8 +144,8 @@ def continued(settings, chosen: Set[str], before):
     given |= {name: getattr(settings, name) for name in chosen}
     if given.get("task", before.task) != before.task:
         raise SnugError(
-            f"{folder} cannot go on with other options: task was {before.task!r}, is {settings.task!r}; put it back, or "
-            "start anew in another out_dir"
+            f"{folder} cannot go on with other options: task was {before.task!r}, is {settings.task!r}; put it back, "
+            "or start anew in another out_dir"
         )
     values = vars(before) | given | dict(out_dir=folder, resume="auto")
     return make_settings(before.without_task, "", values)[0]  # refuses what is no choice now

@@ -159,8 +159,8 @@ def test_the_meter_of_mps_counts_tensors_and_waits_for_them(mac):
         with meter.phase("rollout"):
             kept, gone = torch.empty(2**18), torch.empty(2**19)
             del gone
-            assert mac.asked == []
-        assert mac.asked == ["synchronize", "driver_allocated_memory"]
+            assert "synchronize" not in mac.asked
+        assert mac.asked[-2:] == ["synchronize", "driver_allocated_memory"]
         stats = meter.stats()
     assert stats["mem_max_alloc_mb_rollout"] == 3 and stats["mem_alloc_mb"] == 1 and stats["mem_reserved_mb"] == 5
     assert len(kept)

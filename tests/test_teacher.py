@@ -437,15 +437,12 @@ def test_other_vocabularies_are_refused(places, tmp_path):
     swapped["added_tokens"].append(dict(swapped["added_tokens"][0], id=257, content="<more>"))
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
     assert "is not the model's bytes" in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "other"))
-    config = json.loads((tmp_path / "hf/config.json").read_text())
-    (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(vocab_size=200)))
-    assert "takes 200 ids and 64 tokens; the run needs 257" in refused(
-        run, places, tmp_path / "refused", teacher=str(tmp_path / "hf")
-    )
-    (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(n_positions=14)))
-    assert "257 ids and 14 tokens; the run needs 257 and" in refused(
-        run, places, tmp_path / "refused", teacher=str(tmp_path / "hf")
-    )
+    for name, sizes, problem in (
+        ("few", dict(vocab_size=200, block_size=64), "takes 200 ids and 64 tokens; the run needs 257"),
+        ("short", dict(vocab_size=257, block_size=14), "257 ids and 14 tokens; the run needs 257 and"),
+    ):
+        save_pretrained(make_model("gpt2", **sizes), tmp_path / name, student.tokenizer)
+        assert problem in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / name))
 
 
 def test_missing_teachers_are_refused(places, tmp_path):

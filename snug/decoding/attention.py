@@ -132,8 +132,8 @@ if triton is not None:
         tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
 
     # `earliest` is found within its branch: from a reduction behind it Triton takes no alignment, and then it does not
-    # read columns ahead (cp.async). What is not specialized changes from rollout to rollout: 1 or a multiple of 16 would
-    # compile the kernel again.
+    # read columns ahead (cp.async). What is not specialized changes from rollout to rollout: 1 or a multiple of 16
+    # would compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
     def attend_kernel(
         q, k, v, cos, sin, q_row, k_row, v_row, prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,

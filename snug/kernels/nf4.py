@@ -281,7 +281,7 @@ class NF4:
         return self.shape.numel()
 
     def copy_(self, weight, start=0):
-        """The rows from `start` on: weight (some rows, columns) quantized. Raises ValueError if it has NaN or infinity."""
+        """The rows from `start` on: weight (some rows, columns) quantized. ValueError if it has NaN or infinity."""
         part = quantize(weight.to(self.device))
         if not all(tensor.isfinite().all() for tensor in part):
             raise ValueError("has NaN or infinity")

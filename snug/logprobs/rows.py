@@ -161,7 +161,7 @@ def accumulator(dtype):
 
 
 def slabs(M, width, buffers=1):
-    """-> slices of M rows. Plain torch works on so many at a time, so that each operation finds its input in the cache."""
+    """-> slices of M rows: so many that an operation of plain torch finds its input in the cache."""
     rows = max(1, SCRATCH // (max(1, buffers) * width))
     return [slice(i, i + rows) for i in range(0, M, rows)]
 

@@ -3,7 +3,8 @@
     local_folder("Qwen/Qwen2.5-0.5B-Instruct")     # or @ and a branch, a tag, a commit
     local_folder("models/mine")                    # a path stays what it is
 
-Only files that snug reads are downloaded; a plan needs no weights. A commit that the cache has makes no request (huggingface_hub 0.36: one). Without a network the cached snapshot is used.
+Only files that snug reads are downloaded; a plan needs no weights. A commit that the cache has makes no request
+(huggingface_hub 0.36: one). Without a network the cached snapshot is used.
 
 Left out: pickles, uploads, names without an owner. Tests: tests/test_hub.py.
 """
