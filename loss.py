@@ -175,8 +175,8 @@ def policy_loss(
     teacher_logprobs=None,
     divergence=None,
 ):
-    """The sum over tokens of token_weights * (min(pi_trainer / pi_sampler, cap) * surrogate + beta * KL + teacher_coef *
-    divergence) -> (loss, metrics): the step's share.
+    """The sum over tokens of token_weights * (min(pi_trainer / pi_sampler, cap) * surrogate + beta * KL
+    + teacher_coef * divergence) -> (loss, metrics): the step's share.
 
     logprobs, old_logprobs, ref_logprobs, sampling_logprobs (M,); advantages, lengths (S,); sequence (M,) in [0, S).
     teacher_logprobs (M,): each token's advantage gets teacher_coef * (teacher_logprob - old_logprob). Or divergence
