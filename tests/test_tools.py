@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, Literal, Optional
 
 import pytest
@@ -150,7 +151,10 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
             load_tools(specs)
         assert message in str(error.value)
     tokenizer = get_tokenizer("bytes")
+    tokenizer.chat = SimpleNamespace(tools=["another run's"])
     assert make_toolbox(GRPOSettings(environment="snug_test_tools:Game"), tokenizer).schemas == []
+    assert tokenizer.chat.tools is None  # templates tell no tools from a list of none
+    tokenizer.chat = None
     toolbox = make_toolbox(GRPOSettings(environment="Counter"), tokenizer, {"Counter": Counter})
     assert toolbox.make_environment is Counter
     with pytest.raises(SnugError, match="^tools: environment=Counter has a method add, too; rename one$"):
@@ -234,9 +238,10 @@ two = tool_of("two", lambda a, b="x": None, a=str, b=str)
 both = tool_of("both", lambda a, b: None, a=str, b=str)
 perhaps = tool_of("perhaps", lambda a="x": None, a=str)
 number = tool_of("number", lambda a, b="x": None, a=int, b=str)
+either = tool_of("either", lambda a="x", b="y": None, a=str, b=str)
 named = tool_of("named", lambda query, top=3, place="": None, query=str, top=int, place=str)
 SCHEMAS = [schema_of(function) for function in (*TOOLS.values(), every, search, bare, Counter().increment)]
-SCHEMAS += map(schema_of, (two, both, perhaps, number, named))
+SCHEMAS += map(schema_of, (two, both, perhaps, either, number, named))
 
 
 # SUM is the right reading. F: the start of an object, up to its arguments.
@@ -268,6 +273,7 @@ READ = [  # form, text, content, calls
     ("inline", "<two>c</two>", "", [call("two", a="c")]),
     ("inline", '<both>{"a": "c", "b": "d"}</both>', "", [call("both", a="c", b="d")]),
     ("inline", "<perhaps>c</perhaps>", "", [call("perhaps", a="c")]),
+    ("inline", "<either>c</either>", "", [call("either", a="c")]),
     ("inline", '<number>{"a": 1, "b": "y"}</number>', "", [call("number", a=1, b="y")]),
     ("inline", "<named>a b</named>", "", [call("named", query="a b")]),
     ("inline", '<named>{"top": 5, "query": "q"}</named>', "", [call("named", query="q", top=5)]),
@@ -358,7 +364,7 @@ def test_a_call_that_cannot_be_read_gets_an_answer(block):
     text, failed = call_tool(TOOLS, calls[0], 5)
     assert failed and "a call must be a JSON object" in text
     assert parse_calls(block, "llama", SCHEMAS) == (block.strip(), [])
-    for name in ("increment", "every", "number"):
+    for name in ("increment", "every", "number", "both"):
         [bad] = parse_calls(f"<{name}>{block}x</{name}>", "inline", SCHEMAS)[1]
         assert bad["error"] == calls[0]["error"]
 
