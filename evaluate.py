@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from runs.checkpoint import task_of
+from runs.checkpoint import class_of_runs
 from runs.evaluation import prepare_evaluation, prepare_pair
 from runs.notes import notes
 from runs.prepare import Prepared
@@ -37,7 +37,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
     with friendly_errors():
         speak()
         options, given, folders = read_settings(
-            EvaluateSettings, sys.argv[1:], positional="folders", task_of=task_of
+            EvaluateSettings, sys.argv[1:], positional="folders", class_of_runs=class_of_runs
         )
         prepare = prepare_pair if folders[1:] else prepare_evaluation
         prepared = prepare(options, given, *folders)
@@ -250,7 +250,9 @@ def compare(options: EvaluateSettings, models: list[Prepared]):
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
     lines, samples = [], []
+    generators = generator_state()  # an environment may draw from them
     for each in models:
+        restore_generators(generators)
         summary, rows = run_evaluation(loaded(each, options), each, options)
         lines += table(summary)
         samples.append(rows)

@@ -15,15 +15,16 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 
-from runs.prepare import prepare
+from runs.checkpoint import find_run
+from runs.prepare import prepare_from
 from settings import GRPOSettings
-from snug.options import friendly_errors, read_settings
+from snug.options import friendly_errors
 from snug.options.progress import say, speak
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         speak()
-        prepared = prepare(*read_settings(GRPOSettings, sys.argv[1:])[:2])
+        prepared = prepare_from(GRPOSettings, sys.argv[1:])
 
 import torch
 
@@ -31,7 +32,6 @@ import train_sft
 from batch import Cut, make_micro_batch
 from loss import decoupled_advantages, group_advantages, overlong_punishment, policy_loss
 from model import autocast
-from runs.checkpoint import find_run
 from sample import sample_episodes
 from snug.device.cuda import empty_cache
 from snug.device.host import borrowed

@@ -7,15 +7,15 @@ The loop of grpo.py without its rollouts: the same micro-batches, the same head,
 
 import sys
 
-from runs.prepare import prepare
+from runs.prepare import prepare_from
 from settings import SFTSettings
-from snug.options import friendly_errors, read_settings
+from snug.options import friendly_errors
 from snug.options.progress import speak
 
 if __name__ == "__main__":  # before torch is imported: a typo is answered at once
     with friendly_errors():
         speak()
-        prepared = prepare(*read_settings(SFTSettings, sys.argv[1:])[:2])
+        prepared = prepare_from(SFTSettings, sys.argv[1:])
 
 import random
 

@@ -50,7 +50,7 @@ def joined(cls, task: str, own: type):
         raise SnugError(
             f"task={task!r}: its options must be a dataclass of fields such as n: int = option(3, 'meaning')"
         )
-    if shared := fields(own).keys() & fields(cls).keys():
+    if shared := fields(own).keys() & (fields(cls).keys() | {*dir(cls)}):
         raise SnugError(f"task={task!r}: {min(shared)} is an option already; rename the task's")
     values = dict(task=task, own_options=own, without_task=cls, __doc__=cls.__doc__)
     return dataclass(type(cls.__name__, (own, cls), values))
@@ -160,6 +160,8 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
         return functions[spec]
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
+    if ".py:" in spec:
+        raise SnugError(f"{problem}: name the module, not its file: {Path(module_name).stem}:{name}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
     file = find_path(f"{module_name.partition('.')[0]}.py", run)

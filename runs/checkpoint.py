@@ -36,6 +36,8 @@ PREFIX = "checkpoint-"
 # Options that are gone, and the value with which a run goes on as it was.
 GONE = dict(
     adam_beta1=0.9,
+    delta=None,
+    importance_sampling_mode="token_truncate",
     countdown_max_target=9999,
     baseline="mean",
     use_kl_in_reward=False,
@@ -173,10 +175,13 @@ def settings_of(checkpoint: Checkpoint) -> SFTSettings | GRPOSettings:
     return cls(**{name: value for name, value in values.items() if name in known})
 
 
-def task_of(folders: list[str]) -> str:
-    """The task of a run, or of the last run of two; "" if none has one. Raises SnugError."""
-    tasks = [find_run(folder, tensors=False).state["settings"]["task"] for folder in folders]
-    return ([""] + [task for task in tasks if task])[-1]
+def class_of_runs(cls, folders: list[str]):
+    """-> cls with the options of the task of a run, or of the last run of two. Raises SnugError."""
+    for folder in reversed(folders):
+        run = find_run(folder, tensors=False)
+        if task := run.state["settings"]["task"]:
+            return cls.with_task(task, run.path)
+    return cls
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:

@@ -14,7 +14,15 @@ from data import load_reward_function, make_task
 from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
-from runs.checkpoint import Checkpoint, base_of, checkpoints, find_run, settings_of, tokenizer_of
+from runs.checkpoint import (
+    Checkpoint,
+    base_of,
+    checkpoints,
+    class_of_runs,
+    find_run,
+    settings_of,
+    tokenizer_of,
+)
 from settings import (
     OWN_LOSS,
     PRETRAINED_LENGTH,
@@ -23,7 +31,7 @@ from settings import (
     SFTSettings,
     load_loss,
 )
-from snug.options import SnugError, fields, find_path, make_settings
+from snug.options import SnugError, fields, find_path, make_settings, read_settings
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained
 from snug.tokenizer import Tokenizer, get_tokenizer
@@ -87,6 +95,11 @@ class Prepared:
         return prompt, completion
 
 
+def prepare_from(cls, argv: list[str]) -> Prepared:
+    """What `prepare` makes of a command line."""
+    return prepare(*read_settings(cls, argv, class_of_runs=class_of_runs)[:2])
+
+
 def prepare(
     settings: SFTSettings | GRPOSettings,
     chosen: Set[str] = frozenset(),
@@ -125,6 +138,8 @@ def find_resume(settings):
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
         return None, None
     resume = find_run(folder, tensors=not settings.plan, optimizer=True)
+    if is_pretrained(resume.path):
+        raise SnugError(f"resume={folder} is a model, not a run; name it as --init_from")
     before = settings_of(resume)
     if isinstance(before, GRPOSettings) != isinstance(settings, GRPOSettings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
@@ -147,7 +162,10 @@ def continued(settings, chosen: Set[str], before):
             f"{folder} cannot go on with other options: task was {before.task!r}, is {settings.task!r}; put it back, "
             "or start anew in another out_dir"
         )
-    values = vars(before) | given | dict(out_dir=folder, resume="auto")
+    processes = dict(
+        parallel=settings.parallel, num_processes=settings.num_processes
+    )  # of this machine
+    values = vars(before) | processes | given | dict(out_dir=folder, resume="auto")
     return make_settings(before.without_task, "", values)[0]  # refuses what is no choice now
 
 
@@ -158,7 +176,9 @@ def resolve_names(settings, before):
     config = ""
     if isinstance(settings, GRPOSettings) and settings.init_from.endswith(".py"):
         config = settings.init_from
-        settings = replace(settings, init_from=make_settings(SFTSettings, config, {})[0].out_dir)
+        settings = replace(
+            settings, init_from=make_settings(SFTSettings, config, dict(task=settings.task))[0].out_dir
+        )
     else:
         settings = replace(settings, init_from=with_commit(settings, "init_from", before))
     if settings.teacher:
@@ -233,6 +253,8 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
     elif init_from and (settings.beta or not resume):
         if not config or checkpoints(init_from):
             origin = find_run(find_path(init_from, settings.out_dir), not settings.plan)
+        if config and origin:
+            refuse_other_task(settings, origin)
         if config and (not origin or origin.state["iteration"] < settings_of(origin).max_iters):
             origin, warm_start = None, prepare_warm_start(settings, config)
     begin = warm_start.settings if warm_start else origin and settings_of(origin)
@@ -242,6 +264,18 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
             "its base weights, or a folder that python -m runs.export made"
         )
     return origin, warm_start
+
+
+def refuse_other_task(settings, origin: Checkpoint):
+    """A warm start in the folder of its config may be of another task. Raises SnugError."""
+    begin = settings_of(origin)
+    for name in settings.of_task():
+        was, now = getattr(begin, name, None), getattr(settings, name)
+        if was != now and name not in ("demonstration_noise", "tokenizer"):
+            raise SnugError(
+                f"{settings.init_from} was trained with {name}={was!r}, and this run has {now!r}; move it away, then "
+                "the warm start is made anew"
+            )
 
 
 def refuse_changes(settings, task: Task, resume: Checkpoint, before):
@@ -344,7 +378,8 @@ def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed:
         return [task.rewards], [1.0]
     if needed:
         raise SnugError(
-            f"data_file={settings.data_file} has no column answer to score by; name --answer_column, or --reward_funcs"
+            f"{getattr(settings, 'data_file', settings.task)} has no column answer to score by; name --answer_column, "
+            "or --reward_funcs"
         )
     return [], []
 

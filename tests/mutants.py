@@ -272,7 +272,7 @@ MUTANTS = [
     ("a smaller block_size limits nothing", "runs/prepare.py", 'if "block_size" in chosen:', "if False:", "test_pretrained.py"),
     ("dtype: resumed in one that does not fit", "runs/prepare.py", 'return make_settings(before.without_task, "", values)[0]', "return type(before)(**values)", "test_checkpoint.py"),
     ("evaluations leave no room for the stop token", "runs/prepare.py", "settings.max_new_tokens or answer + 1", "settings.max_new_tokens or answer", "test_evaluate.py"),
-    ("a folder's own options lost", "runs/prepare.py", "values = vars(before) | given", "values = vars(settings) | given", "test_checkpoint.py"),
+    ("a folder's own options lost", "runs/prepare.py", "values = vars(before) | processes", "values = vars(settings) | processes", "test_checkpoint.py"),
     ("a resume takes another model", "runs/prepare.py", "if stays and was.resolve() != now.resolve() and not adapters:", "if False:", "test_checkpoint.py"),
     ("a moved model is refused", "runs/prepare.py", 'stays = "@" in before.init_from or was.exists()', "stays = True", "test_checkpoint.py"),
     ("a chat model writes 32 tokens", "runs/prepare.py", "min(PRETRAINED_LENGTH, settings.block_size // 2)", "32", "test_models.py"),
@@ -286,7 +286,7 @@ MUTANTS = [
     # runs/verdict.py
     ("verdict: the second arm alone", "runs/verdict.py", "for other in others:", "for other in others[:1]:", "test_verdict.py"),
     ("verdict: two pairs count", "runs/verdict.py", "for seed in first if seed in second]", "for seed in first if seed in second][:2]", "test_verdict.py"),
-    ("verdict: seeds in any order", "runs/verdict.py", "pairs = [(first[seed], second[seed]) for seed in first if seed in second]", "pairs = list(zip(first.values(), second.values(), strict=False))", "test_verdict.py"),
+    ("verdict: seeds in any order", "runs/verdict.py", "[(first[seed], second[seed]) for seed in first if seed in second]", "list(zip(first.values(), second.values(), strict=False))", "test_verdict.py"),
     ("verdict: runs that go on are compared", "runs/verdict.py", "and run.ended and", "and", "test_verdict.py"),
     ("verdict: few prompts warn", "runs/verdict.py", ' or run.settings["eval_prompts"] < PROMPTS', "", "test_verdict.py"),
     ("verdict: a score that rises less is named", "runs/verdict.py", " or scores[-1] > scores[0]", "", "test_verdict.py"),
@@ -500,7 +500,7 @@ MUTANTS = [
     # snug/options/__init__.py
     ("0 is not false", "snug/options/__init__.py", ', "0": False}', "}", "test_settings.py"),
     ("the command line's task has no options of its own", "snug/options/__init__.py", 'if "--task" in texts:', "if False:", "test_own_task.py"),
-    ("an evaluation has the options of no task", "snug/options/__init__.py", "elif task_of and place and not wants_help:", "elif False:", "test_own_task.py"),
+    ("an evaluation has the options of no task", "snug/options/__init__.py", "elif class_of_runs and not wants_help:", "elif False:", "test_own_task.py"),
     ("a similar name without its folder", "snug/options/__init__.py", "did you mean {names[near[0]]}?", "did you mean {near[0]}?", "test_settings.py"),
     ("what is above a run comes before snug's", "snug/options/__init__.py", "(Path(__file__).parents[2], *above)", "(*above, Path(__file__).parents[2])", "test_commands.py"),
     ("a choice of one's own is no choice", "snug/options/__init__.py", ' and not (OWN in choices and ":" in item)', "", "test_commands.py"),

@@ -234,11 +234,11 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path):
     write(baseline="mean", countdown_form="tags", format_reward=0.0)
     with pytest.raises(SnugError, match="the run has {'countdown_form': 'tags'}, which is gone: take the version"):
         loading.load_run(sft.out_dir)
-    write(parallel="hsdp", countdown_form="terse")
+    write(lr_schedule="step", countdown_form="terse")
     words = [f"--resume={sft.out_dir}"]
-    with pytest.raises(SnugError, match="parallel='hsdp' is not one of none, ddp, fsdp; did you mean fsdp?"):
+    with pytest.raises(SnugError, match="lr_schedule='step' is not one of constant, linear, cosine"):
         prepare(*read_settings(SFTSettings, words)[:2])
-    assert prepare(*read_settings(SFTSettings, [*words, "--parallel=fsdp"])[:2]).settings.parallel == "fsdp"
+    assert prepare(*read_settings(SFTSettings, [*words, "--lr_schedule=linear"])[:2]).settings.lr_schedule == "linear"
 
 
 def test_all_files_are_compared_once_and_damaged_ones_are_not_loaded(tmp_path, monkeypatch, capsys):
@@ -348,3 +348,22 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
     (tmp_path / "sft").rename(tmp_path / "moved")
     moved = prepare(dataclasses.replace(again, init_from=f"{tmp_path}/moved"))
     assert moved.origin.path == tmp_path / "moved/checkpoint-000001"
+
+
+def test_a_run_of_several_processes_goes_on_alone_and_a_warm_start_of_another_task_is_refused(tmp_path):
+    sft, settings = tiny(tmp_path, max_iters=1, eval_prompts=0)
+    train_sft.main(prepare(dataclasses.replace(sft, max_iters=1, eval_prompts=0)))
+    path = checkpoint.newest(sft.out_dir)
+    state = json.loads((path / "state.json").read_text())
+    state["settings"] |= dict(parallel="ddp", num_processes=2)
+    (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
+    again = prepare(*read_settings(SFTSettings, [f"--resume={sft.out_dir}", "--max_iters=2"])[:2])
+    assert again.settings.parallel == "none" and again.settings.num_processes == 1
+    config = tmp_path / "warm.py"
+    config.write_text(f"out_dir = {sft.out_dir!r}\nmax_iters = 1\n")
+    words = [f"--init_from={config}", f"--out_dir={tmp_path / 'new'}", f"--digits={sft.digits + 1}"]
+    with pytest.raises(
+        SnugError, match=f"was trained with digits={sft.digits}, and this run has {sft.digits + 1}; move"
+    ):
+        prepare(*read_settings(GRPOSettings, words)[:2])

@@ -152,12 +152,12 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     wanted = run_evaluation(*hex_run(run=run_settings(8)))
     calls = []
 
-    def small_device(model, prompts, group_size, max_batch, **options):
+    def small_device(model, prompts, group_size, max_new_tokens, max_batch, **options):
         calls.append((len(prompts), group_size, max_batch))
         assert options["chunk_mb"] == 0.5
         if max_batch > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return sample_groups(model, prompts, group_size, max_batch=max_batch, **options)
+        return sample_groups(model, prompts, group_size, max_new_tokens, max_batch=max_batch, **options)
 
     monkeypatch.setattr("sample.sample_groups", small_device)
     most = 5
@@ -323,7 +323,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sampled(run
 
 def changed(words, run):
     """The settings of an evaluation with these words of a run with these settings."""
-    options, given, _ = read_settings(EvaluateSettings, ["run", *words.split()], "folder", lambda _: run.task)
+    of_run = lambda cls, folders: cls.with_task(run.task)  # noqa: E731
+    options, given, _ = read_settings(EvaluateSettings, ["run", *words.split()], "folder", of_run)
     return evaluation_settings(options, given, run)
 
 

@@ -8,7 +8,7 @@ import evaluate
 import grpo
 import sample
 import train_sft
-from runs.checkpoint import find_run, newest, task_of
+from runs.checkpoint import class_of_runs, find_run, newest
 from runs.evaluation import prepare_evaluation
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
@@ -105,7 +105,7 @@ def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, c
     grpo.main(prepared)
     assert newest(run).name == "checkpoint-000003"
     options, given, folders = read_settings(
-        EvaluateSettings, [run, "--num_prompts=3", "--length=5"], "folders", task_of
+        EvaluateSettings, [run, "--num_prompts=3", "--length=5"], "folders", class_of_runs
     )
     prepared, file = prepare_evaluation(options, given, *folders)
     assert prepared.settings.length == 5 and prepared.settings.loud  # one is given, the other is the run's

@@ -289,7 +289,7 @@ def test_help_has_the_topics_that_have_options_and_a_commands_own_under_its_name
         assert line not in headings or behind.startswith("  ")
     assert len(set(headings)) == len(headings) and "\nobject:" not in out
     assert f"  --{own} " in out.partition(f"\n{cls.__name__.removesuffix('Settings')}:\n")[2].partition("\n\n")[0]
-    assert out.startswith("usage: [run] [--name=value ...]\n")
+    assert out.startswith("usage: python ") and " [run] [--name=value ...]\n" in out
 
 
 # -----------------------------------------------------------------------------
@@ -423,3 +423,13 @@ def test_options_go_to_other_processes():
     settings = GRPOSettings(task="countdown", max_iters=7)
     sent = pickle.loads(pickle.dumps(settings))
     assert type(sent) is type(settings) and vars(sent) == vars(settings)
+
+
+def test_an_option_of_a_task_may_have_a_space_before_its_value():
+    """The task is known only after all words are read."""
+    words = ["--data_file", "p.jsonl", "--seed", "3", "--drop_long_prompts", "--task=jsonl"]
+    settings, given, config = read_settings(SFTSettings, words)
+    assert (settings.data_file, settings.seed, settings.drop_long_prompts, config) == ("p.jsonl", 3, True, "")
+    assert given == {"data_file", "seed", "drop_long_prompts", "task"}
+    with pytest.raises(SnugError, match="--seed has no value; options are written --name=value"):
+        read_settings(SFTSettings, ["--seed", "--task=jsonl"])

@@ -103,28 +103,32 @@ def type_of(cls, name: str):
     return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
 
 
-def read_settings(cls, argv: list[str], positional: str = "config", task_of=None):
+def read_settings(cls, argv: list[str], positional: str = "config", class_of_runs=None):
     """`argv` (without the program's name) -> (cls instance, names of the options that were set, positional argument).
 
     positional="config": the argument without dashes is a config file, and the command line overrides it. Otherwise
-    ("folder", "file") it is returned unread, "" if it is missing; "folders": a list of one or two. task_of: what says
-    the task of these folders, if none is given. --help prints the usual options and those of the task, --help=all
-    prints all, and both exit with 0. Raises SnugError.
+    ("folder", "file") it is returned unread, "" if it is missing; "folders": a list of one or two. class_of_runs(cls,
+    folders): what gives cls the options of the task of these folders, or of the run to resume, if no task is given.
+    --help prints the usual options and those of the task, --help=all prints all, and both exit with 0. Raises
+    SnugError.
     """
     if positional == "config" and not argv:
         raise SnugError("name a config, such as config/grpo_small.py, or options; --help lists them")
     places, texts = [], {}
-    words = iter(argv)
-    for word in words:
-        flag, equals, text = word.partition("=")
-        if not word.startswith("-"):
-            places.append(word)
+    words = list(argv)
+    while words:
+        flag, equals, text = words.pop(0).partition("=")
+        if not flag.startswith("-"):
+            places.append(flag + equals + text)
             continue
-        takes_word = flag[2:] in fields(cls) and type_of(cls, flag[2:])[0] is not bool
-        if not equals:  # --seed 3, or --plan
-            text = next(words, "--") if takes_word else "true"
-            if text.startswith("--"):
+        is_known = flag[2:] in fields(cls)  # else perhaps the task knows it
+        is_switch = type_of(cls, flag[2:])[0] is bool if is_known else flag in ("--help", "-h")
+        if not equals and not is_switch and words and not words[0].startswith("--"):
+            text = words.pop(0)  # --seed 3
+        elif not equals:
+            if is_known and not is_switch:
                 raise SnugError(f"{flag} has no value; options are written --name=value")
+            text = "true"  # --plan
         texts[flag] = text
     if places[1 + (positional == "folders") :]:
         raise SnugError(f"one argument too many: {places[-1]}; options are written --name=value")
@@ -133,8 +137,9 @@ def read_settings(cls, argv: list[str], positional: str = "config", task_of=None
     given = read_config(place) if positional == "config" and place else {}
     if "--task" in texts:
         given["task"] = "--task", texts["--task"]
-    elif task_of and place and not wants_help:
-        cls = cls.with_task(task_of(places))
+    elif class_of_runs and not wants_help:
+        runs = [texts.get("--resume", "")] if positional == "config" else places
+        cls = class_of_runs(cls, [run for run in runs if run not in ("", "auto", "never")])
     cls = class_of(cls, given)
     if wants_help:
         # flush: see BrokenPipeError below
@@ -310,7 +315,7 @@ def help_of(cls, positional: str, everything: bool) -> str:
         if names:
             topics.insert(0, "\n".join(lines) + "\n")
     about = textwrap.fill(" ".join(cls.__doc__.split()), width)
-    head = f"usage: [{positional}] [--name=value ...]\n\n{about}\n"
+    head = f"usage: python {sys.argv[0]} [{positional}] [--name=value ...]\n\n{about}\n"
     hidden = len(fields(cls)) - len(usual)
     return "\n".join([head, *topics, f"{hidden} more options: --help=all" if hidden else ""]).rstrip()
 

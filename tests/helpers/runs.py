@@ -22,7 +22,7 @@ from data.task import Task
 from helpers import HOME
 from helpers.models import DEVICE, make_flat_model, make_model
 from runs import checkpoint
-from runs.checkpoint import Checkpoint, newest, task_of
+from runs.checkpoint import Checkpoint, class_of_runs, newest
 from runs.evaluation import prepare_evaluation
 from runs.log import read_lines, read_log
 from runs.prepare import Prepared, prepare
@@ -200,6 +200,6 @@ def hex_run(cls=First, P=13, num_samples=6, run=None, **options):
 
 def prepared_by(folder, *words):
     """What the command makes of its words -> Prepared, EvaluateSettings, the file for the samples."""
-    options, given, place = read_settings(EvaluateSettings, [str(folder), *words], "folder", task_of)
+    options, given, place = read_settings(EvaluateSettings, [str(folder), *words], "folder", class_of_runs)
     prepared, file = prepare_evaluation(options, given, place)
     return prepared, options, file
