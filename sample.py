@@ -104,15 +104,20 @@ class Rollouts:
         return cls(**columns)
 
 
-def sample_episodes(model, prepared, rows, k, **options):
-    """k completions of each task row's prompt -> (Rollouts, their Episodes). options: of sample_groups."""
+def sample_episodes(model, prepared, rows, k, max_new_tokens, shorten=False, **options):
+    """k completions of each task row's prompt -> (Rollouts, their Episodes). shorten: where block_size is too small."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
     with chdir("."), autocast(settings.dtype, model):  # a tool may change the directory
         episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
+        prompts = [prepared.encode(row["prompt"]) for row in episodes.rows]
+        if shorten:
+            room = model.config.block_size - max(map(len, prompts))
+            max_new_tokens = max(1, min(max_new_tokens, room))
         rollouts = sample_groups(
             model,
-            [prepared.encode(row["prompt"]) for row in episodes.rows],
+            prompts,
             episodes.k,
+            max_new_tokens,
             stop_token=tokenizer.stop_tokens,
             is_over=episodes.is_over,
             respond=episodes.respond,
@@ -214,9 +219,8 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
 def complete(settings, given, run, functions: Mapping = {}):
     """Complete settings.prompt or a held-out one -> (prompt or last message, completions). One that was cut off ends
     with " …". given: names of the options given; the others are the run's. functions: as for runs.prepare."""
-    merged = merge_options(
-        GRPOSettings, run.settings, settings, given, max_iters=0, max_prompt_length=0
-    )
+    ours = dict(max_iters=0, max_prompt_length=0, out_dir=str(run.path))
+    merged = merge_options(GRPOSettings, run.settings, settings, given, **ours)
     if settings.prompt:
         chat, prompt = merged.chat or merged.system_prompt, settings.prompt
         row = dict(prompt=as_messages(prompt, merged.system_prompt) if chat else prompt)
@@ -227,15 +231,10 @@ def complete(settings, given, run, functions: Mapping = {}):
     run.tokenizer.set_template_kwargs(merged.chat_template_kwargs)
     toolbox = make_toolbox(merged, run.tokenizer, functions)
     prepared = Prepared(merged, None, run.tokenizer, {}, [], [], toolbox=toolbox)
-    room = run.model.config.block_size - len(prepared.encode(row["prompt"]))
+    longest = merged.max_new_tokens or PRETRAINED_LENGTH
+    options = dict(temperature=settings.temperature, seed=settings.seed, shorten=True)
     rollouts, episodes = sample_episodes(
-        run.model,
-        prepared,
-        [row],
-        settings.num_samples,
-        max_new_tokens=max(1, min(merged.max_new_tokens or PRETRAINED_LENGTH, room)),
-        temperature=settings.temperature,
-        seed=settings.seed,
+        run.model, prepared, [row], settings.num_samples, longest, **options
     )
     shown = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
     if not run.settings.task:  # a model from elsewhere

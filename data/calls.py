@@ -90,6 +90,8 @@ def in_a_thread(call, seconds):
     def work():
         try:
             outcome.set_result(call())
+        except KeyboardInterrupt:  # Ctrl-C reaches the main thread alone
+            outcome.set_exception(RuntimeError("KeyboardInterrupt"))
         except BaseException as error:
             outcome.set_exception(error)
 

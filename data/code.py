@@ -97,8 +97,9 @@ class Code(FileTask):
                 setup, argument, tests = opened(test)
                 tests.insert(0, f"{argument} = {name}")
                 names = [name]
-            case {"test_list": [str(first), *_] as tests}:
-                text = of(value, "text") or of(value, "prompt")
+            case {"test_list": [str(first), *_] as tests} if text := of(value, "text") or of(
+                value, "prompt"
+            ):
                 setup = of(value, "test_setup_code") or "\n".join(of(value, "test_imports", list))
                 prompt = f'"""\n{text}\n{first}\n"""\n'
             case {"prompt": str(prompt), "tests": [str(_), *_] as tests}:

@@ -69,7 +69,7 @@ class FileTask(Task):
                 json.dumps(value, ensure_ascii=False).encode()
             try:
                 row = Row(self.row_of(value))
-            except (ValueError, SyntaxError, TypeError) as error:
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
                 raise SnugError(f"{place}: {error}") from None
             row.place = place
             rows.append(row)

@@ -32,6 +32,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from fractions import Fraction
@@ -39,7 +40,7 @@ from fractions import Fraction
 from data import imported
 from data.calls import OutOfTime, awaited, complete, name_of
 from data.countdown import MAX_CHARS, NODES, value_of
-from data.programs import POOL, sandbox
+from data.programs import sandbox
 from snug.options import SnugError, in_one_line
 from snug.tokenizer.chat import well_formed
 
@@ -151,6 +152,9 @@ TOOLS = {"calc": calc, "python": python}
 
 def interpreter():
     return sandbox(Interpreter, PYTHON_SECONDS)
+
+
+POOL = ThreadPoolExecutor(16)
 
 
 class Interpreter:

@@ -11,6 +11,7 @@ One branch trains after the other, in a process of grpo.py. The same command goe
 Left out: several processes (torchrun); a comparison, which report.py makes. Tests: tests/test_fork.py.
 """
 
+import json
 import shlex
 import shutil
 import signal
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs.checkpoint import checkpoints, iteration_of
+from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, LogOptions
 from snug.options import (
@@ -63,7 +65,8 @@ def main(settings: ForkSettings, given: set[str], folder: str):
 
     words = {}
     for name, value in changed.items():
-        words[name] = f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        text = json.dumps(value) if isinstance(value, dict) else value
+        words[name] = f"{name}={','.join(map(str, value)) if isinstance(value, list) else text}"
     of_both = [word for name, word in words.items() if name in OF_BOTH]
     other = [word for name, word in words.items() if name not in OF_BOTH]
     arms = {"same": of_both, ",".join(other).replace("/", "_") or "same": of_both + other}
@@ -83,6 +86,12 @@ def train(start: Path, branch: Path, options: list[str], end: int):
         with in_one_line(f"{branch} cannot be written to"):
             shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
             shutil.copy(start.parent / "log.jsonl", branch)
+    before, there = [
+        [record for record in read_log(folder) if record["iter"] < iteration_of(start)]
+        for folder in (start.parent, branch)
+    ]
+    if there != before:
+        raise SnugError(f"{branch} is a branch of another run; move it away")
     if is_done(branch, end):
         return
     say(f"branch {branch}")

@@ -12,7 +12,7 @@ from data.pairs import compared, said
 from runs.log import values_of
 from runs.page.runs import Run, logged
 
-OF_SCORES = "task", "data_file", "test_file", "eval_prompts", "reward_funcs"
+OF_SCORES = "task", "data_file", "test_file", "eval_prompts", "chat", "system_prompt"
 PROMPTS = 100  # fewer say too little about one run
 
 
@@ -44,7 +44,10 @@ def held_out(run: Run) -> list[float]:
 def difference(first: dict[int, Run], second: dict[int, Run]) -> str:
     """What the last scores of two arms, {seed: run}, say."""
     pairs = [(first[seed], second[seed]) for seed in first if seed in second]
-    if any(a.settings.get(name) != b.settings.get(name) for a, b in pairs for name in OF_SCORES):
+    names = [*OF_SCORES]
+    if "eval_reward_mean" in map(score_name, first.values()):
+        names.append("reward_funcs")
+    if any(a.settings.get(name) != b.settings.get(name) for a, b in pairs for name in names):
         return "their scores are of other prompts or reward_funcs"
     if len(pairs) < 2:
         return f"{len(pairs)} seeds in common say nothing about luck; python -m runs.fork makes pairs"

@@ -63,6 +63,8 @@ class GPTConfig:
             raise ValueError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
         gated = self.mlp != "gelu"
         derived = dict(
+            # Checkpoints of earlier versions have only the number.
+            rope_type="llama3" if self.rope_original_block_size else "",
             n_vocab=self.vocab_size,
             n_kv_head=self.n_head,
             head_size=self.n_embd // self.n_head,

@@ -166,7 +166,7 @@ def introduce(title, training, start, moved):
     )
     if count := task.size("train"):
         say(
-            f"data_file={settings.data_file}: {count:,} prompts for training, "
+            f"{getattr(settings, 'data_file', settings.task)}: {count:,} prompts for training, "
             f"{task.size('test'):,} held out{task.dropped}"
         )
     if cut := sum(length > settings.max_prompt_length > 0 for length in task.prompt_lengths):

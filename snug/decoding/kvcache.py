@@ -103,9 +103,9 @@ class KVCache:
         for layer in range(config.n_layer):
             layers.setdefault(config.windows[layer], []).append(layer)
 
-        def new(layers, slots, columns):
+        def new(layers, slots, columns, make=torch.empty):
             shape = layers, 2, slots, config.n_kv_head, columns, config.head_size
-            return torch.empty(shape, dtype=dtype, device=device)
+            return make(shape, dtype=dtype, device=device)
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.completions, self.of_layer = [], {}  # of_layer: layer -> its Completions, its place there
@@ -114,7 +114,7 @@ class KVCache:
             part = Completions(window, new(len(numbers), slots, columns))
             self.completions.append(part)
             self.of_layer |= {layer: (part, place) for place, layer in enumerate(numbers)}
-        self.prompt = new(config.n_layer, prompt_slots, prompt_width).zero_()
+        self.prompt = new(config.n_layer, prompt_slots, prompt_width, torch.zeros)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.ragged = False  # is a prompt shorter than the others?
         self.max_length = prompt_width + width
