@@ -320,7 +320,7 @@ MUTANTS = [
     ("windows: a kernel takes no column for the ring's last", "snug/decoding/attention.py", "tl.where(age < 0, age + ring, age)", "tl.where(age < 0, WINDOW, age)", "test_kernels.py"),
     ("windows: a kernel sees one column too many", "snug/decoding/attention.py", "tl.where(age < 0, age + ring, age) < WINDOW", "tl.where(age < 0, age + ring, age) <= WINDOW", "test_kernels.py"),
     ("windows: a kernel skips a block too many", "snug/decoding/attention.py", "begin += tl.maximum(earliest + 1 - WINDOW - begin, 0) // N * N", "begin += (tl.maximum(earliest + 1 - WINDOW - begin, 0) + N - 1) // N * N", "test_kernels.py"),
-    ("windows: a kernel skips by the slot that is ahead", "snug/decoding/attention.py", "earliest = tl.min(latest, 0)", "earliest = tl.max(latest, 0)", "test_kernels.py"),
+    ("windows: a kernel skips by the slot that is ahead", "snug/decoding/attention.py", "latest, tl.min(latest, 0)", "latest, tl.max(latest, 0)", "test_kernels.py"),
     ("partial rotary: a kernel turns in halves of the head", "snug/decoding/attention.py", "(PART if PART else D) // 2", "D // 2", "test_kernels.py"),
     ("partial rotary: lines of cos as long as heads", "snug/decoding/attention.py", "turn = (slot * size)", "turn = (slot * D)", "test_kernels.py"),
     # snug/decoding/decode_batch.py

@@ -29,6 +29,7 @@ import train_sft
 import trajectory
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
+from snug import options as options_of
 from snug.memory import meter
 from snug.memory.ledger import LiveBytes, unwatched
 from training import parallel
@@ -77,6 +78,7 @@ def same(prompts, completions, **columns):
 
 
 def train(folder, name, size, options, rewards=(letters,), resume="never"):
+    options_of.check_value = lambda cls, name, value, where: value  # float64 is no option
     for place in options.keys() & {"init_from", "teacher"}:
         options = options | {place: f"{folder}/../{options[place]}"}
     if os.environ["PARALLEL"] != "fsdp":

@@ -114,6 +114,6 @@ def test_every_bench_runs(tmp_path):
     assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(aims_of, "ok"), output
     aims = {(name, row["name"]) for name, step in steps.items() for row in step["results"] if "aim" in row}
     assert len(aims) == sum(aims_of.values())
-    assert int(re.search(r"(\d+)/\d+ tests collected", output)[1]) >= 800
+    assert int(re.search(r"(\d+)/\d+ tests collected", output)[1]) >= 600
     runs = "sft_countdown", "grpo_countdown_dapo", "more_sft_countdown"
     assert {row["name"] for row in steps["learning"]["results"]} == {f"{run}_1: held-out pass@1" for run in runs}

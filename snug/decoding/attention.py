@@ -13,12 +13,16 @@ Left out: prefill, which is the model's own attention. Test: pytest tests/test_k
 
 import numpy as np
 
-from snug.kernels import LOW, constexpr, tl, triton
+from snug.kernels import triton
 
 if triton is not None:
+    import triton.language as tl
+    from triton.language import constexpr
+
+    from snug.kernels import LOW
 
     @triton.jit
-    def rotated(x, cos, sin, d, D, mask, ROTARY, PART):
+    def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr, PART: constexpr):
         """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin.
 
         PART: how many of a head's numbers turn, in place of D. What is behind stays: its cos is 1, its sin 0."""
@@ -47,8 +51,8 @@ if triton is not None:
         scale,
         d,
         D,
-        N,
-        WINDOW,
+        N: constexpr,
+        WINDOW: constexpr,
     ):
         """The softmax of active queries (M,) over columns begin .. end - 1, online (Milakov and Gimelshein 2018).
 
@@ -119,21 +123,38 @@ if triton is not None:
             tl.store(counters + query, 0, last)
 
     @triton.jit
+    def queries_of(
+        q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY: constexpr, PART: constexpr
+    ):
+        """-> (M, DP), rotated."""
+        mask = active[:, None] & (d[None, :] < D)
+        turn = (slot * size)[:, None]
+        x = q + (slot * q_row + head * D)[:, None]
+        return rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY, PART)
+
+    @triton.jit
     def write_column(
-        k, v, cos, sin, keys, values, s, g, k_row, v_row, now, d, D, ROTARY, PART
+        k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY: constexpr, PART: constexpr
     ):  # fmt: skip
         """Rotate the key of slot s, and write it and its value to column `now`."""
         inside = d < D
-        size = PART if PART else D
         key = k + s * k_row + g * D
         key = rotated(key, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART)
         value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
         tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
         tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
 
-    # `earliest` is found within its branch: from a reduction behind it Triton takes no alignment, and then it does not
-    # read columns ahead (cp.async). What is not specialized changes from rollout to rollout: 1 or a multiple of 16
-    # would compile the kernel again.
+    @triton.jit
+    def end_of_prompt(lengths, p, t, slot):
+        """-> a prompt's length; the column that each slot's token would have if the prompt went on, and the smallest.
+
+        The smallest is found here, within the kernel's branch: from a reduction behind it Triton takes no
+        alignment, and then it does not read columns ahead (cp.async)."""
+        length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
+        latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
+        return length, latest, tl.min(latest, 0)
+
+    # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
     def attend_kernel(
         q, k, v, cos, sin, q_row, k_row, v_row, prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,
@@ -160,10 +181,9 @@ if triton is not None:
             keys = prompt_k + (p * G + g) * T_p * D
             values = prompt_v + (p * G + g) * T_p * D
             begin = split * prompt_chunk
-            length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
-            latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)  # if the prompt went on
-            earliest = tl.min(latest, 0)
-            end = tl.minimum(begin + prompt_chunk, length)
+            end = begin + prompt_chunk
+            length, latest, earliest = end_of_prompt(lengths, p, t, slot)
+            end = tl.minimum(end, length)
         else:
             s = (program - prompt_programs) // completion_splits
             split = (program - prompt_programs) % completion_splits
@@ -180,16 +200,15 @@ if triton is not None:
             latest = tl.full((M,), now, tl.int32)
             earliest = now
             if now // completion_chunk == split:
-                write_column(k, v, cos, sin, keys, values, s, g, k_row, v_row, now, d, D, ROTARY, PART)
+                write_column(
+                    k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY, PART
+                )
             tl.debug_barrier()  # all threads of the program see the new column
             split += prompt_splits
         active = (slot >= 0) & (r < R)
         slot = tl.maximum(slot, 0)
         head = g * R + r
-        inside = active[:, None] & (d[None, :] < D)
-        turn = (slot * size)[:, None]
-        q += (slot * q_row + head * D)[:, None]
-        q = rotated(q, cos + turn, sin + turn, d[None, :], D, inside, ROTARY, PART)  # (M, DP)
+        q = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
         top, total, acc = attend_columns(
             q, keys, values, begin, end, active, latest, earliest, T_c, scale, d, D, N, WINDOW
         )
@@ -203,7 +222,7 @@ PROGRAMS = 264
 REGISTERS = 168
 
 
-def kernel_shape(H, G, D, itemsize, group_size):
+def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int):
     """-> the kernel's constants. About group_size slots read the same prompt."""
     R = H // G
     DP = triton.next_power_of_2(max(16, D))
@@ -216,7 +235,7 @@ def kernel_shape(H, G, D, itemsize, group_size):
     return dict(R=R, TILE=min(group, M // heads), M=M, N=N, DP=DP)
 
 
-def split_columns(width, programs, block):
+def split_columns(width: int, programs: int, block: int):
     """-> (stretches, columns per stretch) of `width` columns. programs: how many run without splitting.
 
     A stretch has at least two blocks. There are at most 16, because one program joins their parts one by one."""
@@ -226,7 +245,7 @@ def split_columns(width, programs, block):
     return -(-blocks // each), each * block
 
 
-def tiles_of(prompt_slot, prompt_slots, tile):
+def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
     """prompt_slot (n,), the prompt slot that each slot reads -> (tiles, 1 + tile) int32.
 
     A line has a prompt slot and the slots of one program, which all read it; -1: none. The number of lines is the most
@@ -242,7 +261,7 @@ def tiles_of(prompt_slot, prompt_slots, tile):
     return table
 
 
-def ranks(prompt_slot):
+def ranks(prompt_slot: np.ndarray):
     """-> each slot's rank among those that read the same prompt slot (n,), and how many read each prompt slot."""
     counts = np.bincount(prompt_slot)
     order = np.argsort(prompt_slot, kind="stable")
