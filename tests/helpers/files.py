@@ -6,12 +6,14 @@ import subprocess
 from helpers import HOME
 
 
-def our_files(home=HOME):
-    """Every Python file of the project. git knows them, so that a user's own files beside them do not count."""
-    listed = ""
+def our_files(home=HOME, *endings):
+    """The project's files with these endings, by default Python's. git knows them, so that a user's own files beside
+    them do not count."""
+    wanted, known = [f"*.{ending}" for ending in endings or ["py"]], ""
     if shutil.which("git"):
-        listed = subprocess.run(["git", "ls-files", "*.py"], cwd=home, capture_output=True, text=True).stdout
-    files = [home / name for name in listed.splitlines()] or home.rglob("*.py")  # a copy without git
+        known = subprocess.run(["git", "ls-files", *wanted], cwd=home, capture_output=True, text=True).stdout
+    files = [home / name for name in known.splitlines()]
+    files = files or [path for pattern in wanted for path in home.rglob(pattern)]  # a copy without git
     return [path for path in files if path.exists() and not path.relative_to(home).parts[0].startswith(".")]
 
 
