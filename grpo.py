@@ -30,7 +30,7 @@ import torch
 
 import train_sft
 from batch import Cut, make_micro_batch
-from loss import decoupled_advantages, group_advantages, overlong_punishment, policy_loss
+from loss import decoupled_advantages, group_advantages, policy_loss
 from model import autocast
 from sample import sample_episodes
 from snug.device.cuda import empty_cache
@@ -126,15 +126,11 @@ def collect_groups(iteration, training):
     for number in range(settings.max_num_gen_batches):
         parts.append(sample_and_score(iteration, number, training))
         rewards = torch.cat([scored.rewards for scored in parts])  # (rollouts * P, k)
-        varied = has_variance(rewards)  # (rollouts * P,), before lengths are punished
+        varied = has_variance(rewards)  # (rollouts * P,)
         if varied.sum() >= settings.batch_size:
             break
     training.extra_prompts += (len(parts) - 1) * settings.batch_size
     scored = join(parts)
-    if cache := settings.soft_punish_cache:
-        lengths = scored.rollouts.completion_lengths.cpu().view(-1, settings.group_size)
-        rewards = rewards + overlong_punishment(lengths, settings.max_new_tokens, cache)
-        scored = scored._replace(rewards=rewards)
     metrics = rollout_metrics(scored) | dict(gen_batches=len(parts))
     seconds = training.meter.stats()["time_rollout_s"]
     metrics["tokens_per_second"] = metrics.pop("tokens") / seconds

@@ -60,14 +60,6 @@ def decoupled_advantages(by_function, k, weights):
     return group_advantages(total[None]).view(-1, k)
 
 
-def overlong_punishment(lengths, max_new_tokens, soft_punish_cache):
-    """lengths (N,), stop tokens included -> (N,) in [-1, 0], added to the rewards (DAPO, eq. 13): 0 up to
-    max_new_tokens - soft_punish_cache, then down to -1 at max_new_tokens.
-        max_new_tokens 32, soft_punish_cache 8: 0 at length 24, -0.5 at 28, -1 at 32
-    """
-    return -((lengths - (max_new_tokens - soft_punish_cache)) / soft_punish_cache).clamp(0, 1)
-
-
 def kl_divergence(logprobs, ref_logprobs):
     """Estimates of KL(policy || reference) from tokens of the policy, (M,) each: r - 1 - log r, Schulman's k3 (2020),
     with log r = ref_logprob - logprob. Unbiased, never negative; its mean gradient is that of KL(reference || policy).

@@ -265,7 +265,7 @@ RULES = [
     Rule(
         "multi_objective_aggregation",
         "normalize_then_sum",
-        dict(scale_rewards="group", soft_punish_cache=0),
+        dict(scale_rewards="group"),
     ),
     Rule(
         "group_size",
@@ -374,9 +374,6 @@ class AdvantageOptions:
         "sum_then_normalize",
         "add up rewards, or the advantages of each function (GDPO)",
         choices=("sum_then_normalize", "normalize_then_sum"),
-    )
-    soft_punish_cache: int = option(
-        0, "the last N tokens of max_new_tokens each subtract 1/N from the reward (DAPO)"
     )
 
 

@@ -43,6 +43,7 @@ GONE = dict(
     use_kl_in_reward=False,
     countdown_form="terse",
     format_reward=0.0,
+    soft_punish_cache=0,
 )
 
 

@@ -43,7 +43,7 @@ CHECKS = {
     # Most groups are all equal and are refilled; the trainer's log-probs count; a step of two groups, cut by tokens.
     "dapo": dict(
         max_num_gen_batches=3, importance_sampling_cap=1.5, batch_size=6, train_batch_size=8, epsilon_high=0.28,
-        max_tokens_per_micro_batch=60, num_iterations=2, soft_punish_cache=2, max_iters=2,
+        max_tokens_per_micro_batch=60, num_iterations=2, max_iters=2,
     ),
     # One group of two is a step: of four processes two have nothing to do.
     "uneven": dict(train_batch_size=2, group_size=2, batch_size=6, loss_type="grpo", max_iters=2),

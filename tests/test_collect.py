@@ -197,25 +197,6 @@ def test_reward_functions_are_scaled_apart(tmp_path, monkeypatch):
     assert (kept[0].advantages != 0).sum() > 8
 
 
-def test_long_completions_lose_reward(tmp_path, monkeypatch):
-    """After groups were looked at: all right, but of different lengths, is nothing that refills would keep."""
-    prepared, _ = prepared_for(tmp_path, lambda n, i: 1.0, soft_punish_cache=4, max_num_gen_batches=2, max_iters=1)
-    original, seen = grpo.sample_rows, learned_from(monkeypatch)
-
-    def of_four_lengths(*arguments):
-        rollouts, episodes = original(*arguments)
-        rollouts.completion_lengths = torch.tensor([1, 4, 5, 8] * 4, device=DEVICE)
-        return rollouts, episodes
-
-    monkeypatch.setattr(grpo, "sample_rows", of_four_lengths)
-    grpo.main(prepared)
-    assert seen[0].tolist() == [[1.0, 1.0, 0.75, 0.0]] * 4
-    record = read_log(tmp_path / "run")[0]
-    assert (record["gen_batches"], record["frac_reward_zero_std"]) == (2, 1)
-    assert record["reward_mean"] == pytest.approx(2.75 / 4)
-    assert record["skipped_steps"] == 0 and record["grad_norm"] > 0  # shorter is better all the same
-
-
 def keep_rollouts(monkeypatch):
     """-> the list that every iteration's Rollouts are added to, log-probs and all."""
     kept = []

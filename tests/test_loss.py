@@ -16,7 +16,6 @@ from loss import (
     decoupled_advantages,
     group_advantages,
     kl_divergence,
-    overlong_punishment,
 )
 from settings import LOSSES, OWN_LOSS, GRPOSettings
 from snug.options import SnugError
@@ -271,11 +270,6 @@ def test_what_the_docstring_says_of_the_kl_estimator():
     for drawn, kl in ((values, backward), (values * (log_p - log_p.detach()).exp(), forward)):  # drawn as they are
         expected = torch.autograd.grad(kl, z, retain_graph=True)
         torch.testing.assert_close(torch.autograd.grad((p.detach() * drawn).sum(), z, retain_graph=True), expected)
-
-
-def test_overlong_punishment_by_example():
-    lengths = torch.tensor([1, 24, 26, 28, 32])
-    assert overlong_punishment(lengths, 32, 8).tolist() == [0, 0, -0.25, -0.5, -1]
 
 
 def worked(loss_type, change, advantage, **options):
