@@ -117,9 +117,9 @@ def sample_and_score(model, prepared, rows, group_size, **options):
 def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
-    A reward is None if the completion was not scored. task_reward and reward/<function> exist only with reward_funcs or
-    pass_reward; extra/<column> and metric/<name> if a function logged them; a metric is
-    that of all these completions.
+    right: has it the total that all functions give at 1? A reward is None if the completion was not scored. task_reward
+    and reward/<function> exist only with reward_funcs; extra/<column> and metric/<name> if a function logged them; a
+    metric is that of all these completions.
     """
     scores = prepared.score(prompts, completions, columns)
     totals = [None if math.isnan(total) else total for total in scores.totals]
@@ -127,29 +127,13 @@ def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     extra = {f"extra/{name}": values for name, values in scores.extra.items()}
     for name, values in scores.metrics.items():
         extra[f"metric/{name}"] = [fmean(values)] * len(completions)
-    least = pass_reward(prepared)
-    if least is None:  # the only function gives 1 for a right completion
-        right, rewards = [total == 1 for total in totals], {}
-    else:
-        right = [is_right(total, least) for total in totals]
-        if prepared.task.scored:
-            extra["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
+    least = sum(prepared.reward_weights)
+    right = [total >= least - ROUNDING * abs(least) for total in scores.totals]  # NaN is wrong
+    if not prepared.settings.reward_funcs:  # the task or the environment says what is right
+        rewards = {}
+    elif prepared.task.scored:
+        extra["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
     return dict(right=right, reward=totals) | rewards | extra
-
-
-def is_right(total: float | None, least: float | None) -> bool:
-    """total: of a completion, None: not scored. least: `pass_reward`."""
-    if total is None or least is None:
-        return total == 1
-    return total >= least - ROUNDING * abs(least)
-
-
-def pass_reward(prepared: Prepared) -> float | None:
-    """The least total reward of a right completion. None: the task or the environment says what is right."""
-    settings = prepared.settings
-    if not settings.reward_funcs or settings.pass_reward is not None:
-        return settings.pass_reward
-    return sum(prepared.reward_weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,7 +191,7 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     greedy, sampled = limits.retry("eval", sample)
     resolved = {name: getattr(settings, name, value) for name, value in vars(options).items()}
     resolved |= dict(temperature=temperature, seed=seed, device=options.device)
-    resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest, pass_reward=pass_reward(prepared))
+    resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest)
     summary = dict(checkpoint=hub_name(prepared.origin.path), settings=resolved)
     samples, others = [], iter(sampled)
     for first in greedy:

@@ -326,11 +326,6 @@ class RewardOptions:
     reward_timeout: float = option(
         300.0, "stop the run if a function takes more seconds for a batch; 0: no limit"
     )
-    pass_reward: float | None = option(
-        None,
-        "least total reward that pass@1 counts as right; none: the total if each function gives 1",
-        minimum=-1e9,
-    )
 
     def check_rewards(self):
         weights, functions = len(self.reward_weights), len(self.reward_funcs)

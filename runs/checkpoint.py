@@ -44,6 +44,7 @@ GONE = dict(
     countdown_form="terse",
     format_reward=0.0,
     soft_punish_cache=0,
+    pass_reward=None,
 )
 
 

@@ -135,7 +135,7 @@ MUTANTS = [
     ("tools: a long name hides the tools", "data/tools.py", "{name:.60}", "{name}", "test_tools.py"),
     # evaluate.py
     ("the command decodes as few completions at a time as a small run", "evaluate.py", "max(settings.batch_size, AT_ONCE)", "settings.batch_size", "test_evaluate.py"),
-    ("evaluations: unscored completions are right", "evaluate.py", "        return total == 1\n", "        return total in (1, None)\n", "test_scoring.py test_probe.py"),
+    ("evaluations: unscored completions are right", "evaluate.py", "[total >= least -", "[not total < least -", "test_scoring.py"),
     ("evaluations: float32's 0.9 is below 0.9", "evaluate.py", " - ROUNDING * abs(least)", "", "test_scoring.py"),
     ("evaluations: 0 is as good as a small threshold", "evaluate.py", "ROUNDING * abs(least)", "ROUNDING", "test_scoring.py"),
     ("evaluations: all completions at a time", "evaluate.py", "rows[first : first + size]", "rows[first:]", "test_scoring.py"),

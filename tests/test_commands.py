@@ -256,7 +256,7 @@ def test_sft_is_evaluated_with_the_users_functions_tools_and_stop_string(tmp_pat
         texts.extend(completion[0]["content"] for completion in completions)
         return [0.25] * len(completions)
 
-    asked = dict(reward_funcs=[quarter], pass_reward=0.5)
+    asked = dict(reward_funcs=[quarter])
     log = train_sft.train(out_dir="run", stop_string="1", tools=["calc"], **small, **asked).log
     assert log[0]["eval_reward_mean"] == 0.25 and log[0]["pass_at_1"] == 0
     assert texts and not any("1" in text[:-1] for text in texts)  # messages, because there are tools

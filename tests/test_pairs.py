@@ -218,7 +218,7 @@ def letters(completions, **columns):
 
 def test_the_table_is_that_of_both_models_samples(folders, capsys):
     """A's column and B's are the scores of each alone, also where B's tokenizer is another."""
-    words = ["--num_prompts=8", "--num_samples=3", "--temperature=0.8", "--seed=4", "--pass_reward=3"]
+    words = ["--num_prompts=8", "--num_samples=3", "--temperature=0.8", "--seed=4", "--reward_weights=0.5"]
     words.append(f"--reward_funcs={__name__}:letters")
     for other in ("b", "other"):
         out, means = compare_by(capsys, f"{folders}/a", f"{folders}/{other}", *words), []

@@ -131,15 +131,14 @@ def test_the_runs_figures_and_the_commands_are_a_count_by_hand(run_folder, capsy
 @pytest.mark.parametrize(
     "words, weights, threshold",
     [
-        (["--pass_reward=-0.25"], [1.0, 0.5], -0.25),
-        (["--reward_weights=0.25,3", "--pass_reward=3.1"], [0.25, 3.0], 3.1),
+        (["--reward_weights=0.25,3"], [0.25, 3.0], 3.25),
         (["--reward_funcs=held_out_rewards:short,held_out_rewards:vowels"], [1.0, 1.0], 2.0),
     ],
 )
 def test_the_threshold_and_the_weights(run_folder, words, weights, threshold):
     """What is given holds, also against the run's; other functions have no weights of the run."""
     summary, samples, greedy, drawn = evaluated(run_folder[0], "--num_samples=4", *words)
-    assert summary["settings"]["pass_reward"] == threshold and summary["settings"]["seed"] == 0
+    assert summary["settings"]["seed"] == 0
     for s in samples:
         reward = total(s, weights)
         assert s["right"] == (reward is not None and reward >= threshold) and (s["reward"] is None) == (reward is None)
@@ -152,10 +151,10 @@ def test_the_tasks_own_score_and_other_tasks(run_folder, warm_start):
     words = ["--task=addition", "--digits=1", "--max_new_tokens=4"]
     other = evaluated(folder, *words)[0]
     assert "task_pass_at_1" not in other["scores"] and list(other["means"]) == ["length", "stopped"]
-    assert (other["settings"]["reward_funcs"], other["settings"]["pass_reward"]) == ([], None)
+    assert other["settings"]["reward_funcs"] == []
     summary, samples, *_ = evaluated(folder, *words, "--reward_funcs=held_out_rewards:vowels")
     assert all(s["reward"] == s["reward/vowels"] == vowels(s) and s["right"] == (vowels(s) == 1) for s in samples)
-    assert summary["scores"]["task_pass_at_1"] == 0 and summary["settings"]["pass_reward"] == 1.0
+    assert summary["scores"]["task_pass_at_1"] == 0
     if scored:
         summary, samples, greedy, _ = evaluated(folder, "--reward_funcs=")
         assert {"right", "reward"} <= set(samples[0]) and not {"task_reward", "reward/short"} & set(samples[0])
@@ -207,18 +206,19 @@ def test_a_function_gets_as_many_completions_as_in_training(run_folder):
 
 
 @pytest.mark.parametrize(
-    "rewards, weights, least, right",
+    "rewards, weights, right",
     [
-        ([np.float32(0.9)], [], 0.9, True),
-        ([1, 1, 1], [0.7, 0.1, 0.1], 0.9, True),
-        ([np.float32(-0.9)], [], -0.9, True),
-        ([0.8999], [], 0.9, False),
-        ([0.0], [], 1e-9, False),
+        ([np.float32(0.9) + np.float32(0.1) - np.float32(6e-8)], [1.0], True),
+        ([1, 1, 1], [0.7, 0.1, 0.1], True),
+        ([1 + 1e-7], [-1.0], True),
+        ([0.9999], [1.0], False),
+        ([0.0], [1e-9], False),
+        ([None], [1.0], False),
     ],
 )
-def test_a_total_that_is_too_small_by_rounding_is_right(rewards, weights, least, right):
+def test_a_total_that_is_too_small_by_rounding_is_right(rewards, weights, right):
     """float32 has no 0.9, and the sum of 0.7, 0.1 and 0.1 is 0.8999999999999999."""
-    settings = GRPOSettings(reward_funcs=["a:b"], pass_reward=least)
+    settings = GRPOSettings(reward_funcs=["a:b"])
     functions = [lambda reward=reward, **_: [reward] for reward in rewards]
     unscored = SimpleNamespace(scored=False)
     prepared = Prepared(settings, unscored, None, {}, functions, weights)
