@@ -44,7 +44,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from data.pairs import comparison, verdict
 from data.rewards import repeat_columns
-from data.scores import pass_rates, reward_means, summarize, table, wilson
+from data.scores import pass_rates, reward_means, summarize, table
 from runs.loading import generator_state, load_run, restore_generators
 from sample import sample_episodes
 from snug.device.kinds import off_mps
@@ -52,7 +52,6 @@ from snug.memory import Limits
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
 AT_ONCE = 64  # completions that are decoded, if a batch of the run had not more prompts
-FEW = 30  # prompts: a score of fewer is logged with its interval
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Completions and their rewards
@@ -158,15 +157,12 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
     """What sample_held_out returned in each process -> entries of the log.
 
     pass_at_1; task_pass_at_1 with reward_funcs and a task that scores; eval_reward_mean; and these with _sampled.
-    pass_at_1_interval, if there are fewer than FEW prompts: the greedy one's, [low, high].
     eval_reward/<function> and eval_metric/<name> of greedy completions if there are several functions or metrics.
     eval_truncated_fraction: how many completions did not stop.
     """
     greedy, sampled = [sum(samples, []) for samples in zip(*of_processes, strict=True)]
     means = reward_means(greedy)
     scores = pass_rates(greedy) | pass_rates(sampled, "_sampled")
-    if len(greedy) < FEW:
-        scores["pass_at_1_interval"] = wilson(scores["pass_at_1"], len(greedy))
     scores["eval_reward_mean"] = means.pop("reward")
     scores["eval_reward_mean_sampled"] = reward_means(sampled)["reward"]
     scores["eval_truncated_fraction"] = fmean(not sample["stopped"] for sample in greedy + sampled)

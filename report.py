@@ -3,7 +3,7 @@
     python report.py out/grpo_small out/sft_small
 
 The first run's folder gets report.html, which works without network. The verdict (runs/verdict.py) says whether runs of
-GRPO with other options are better, and of which runs only the reward rises.
+GRPO with other options are better.
 """
 
 # First, because importing runs sets what Ctrl-C does.

@@ -25,10 +25,3 @@ def hints(record: dict):
                 figure, f"{figure} {record[figure]:.3g}{hint.get('unit', '')}: {hint['text']}"
             )
     return lines
-
-
-def unused_template(tokenizer, samples) -> dict[str, float]:
-    """A figure for hints: {"unused_chat_template": 1.0} where a model with a chat template got prompts of text."""
-    if tokenizer.chat is None or not samples or "question" in samples[0]:
-        return {}
-    return {"unused_chat_template": 1.0}

@@ -43,7 +43,6 @@ CONSOLE = {
     "dropped_steps": "  dropped {}",
     "skipped_steps": "  steps with nothing to learn: {}",
     "pass_at_1": "  pass@1 {:.3f}",
-    "pass_at_1_interval": " ({0[0]:.2f} to {0[1]:.2f})",
     "pass_at_1_sampled": " (sampled {:.3f})",
     "eval_reward_mean": "  eval reward {:.3f}",
 }

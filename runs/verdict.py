@@ -1,4 +1,4 @@
-"""Is a run better than another, or was it luck? And does it learn the task, or only the reward? Figures of logs only.
+"""Is a run better than another, or was it luck? Figures of logs only.
 
 Runs in folders whose names differ in -seed<N> alone are an arm, as fork.py makes them: out/x-seed1, out/x-seed2. The
 first arm is compared with each other one, in pairs of runs with the same seed, which may share much of their luck.
@@ -9,15 +9,13 @@ Left out: runs that have not ended; the same prompt by prompt (evaluate.py). Tes
 import re
 
 from data.pairs import compared, said
-from runs.log import values_of
 from runs.page.runs import Run, logged
 
 OF_SCORES = "task", "data_file", "test_file", "eval_prompts", "chat", "system_prompt"
-PROMPTS = 100  # fewer say too little about one run
 
 
 def verdict(runs: list[Run]) -> list[str]:
-    """Lines about runs of GRPO: each arm beside the first, and the runs that may learn only the reward."""
+    """Lines about runs of GRPO: each arm beside the first."""
     runs = [run for run in runs if run.kind == "GRPO" and run.ended and held_out(run)]
     arms = {}
     for run in runs:
@@ -26,7 +24,7 @@ def verdict(runs: list[Run]) -> list[str]:
     lines, (first, *others) = [], [*arms] or [""]
     for other in others:
         lines += [f"A: {first}", f"B: {other}", "B - A: " + difference(arms[first], arms[other])]
-    return lines + list(filter(None, map(suspicion, runs)))
+    return lines
 
 
 def score_name(run: Run) -> str:
@@ -53,24 +51,3 @@ def difference(first: dict[int, Run], second: dict[int, Run]) -> str:
         return f"{len(pairs)} seeds in common say nothing about luck; python -m runs.fork makes pairs"
     scores = [(held_out(a)[-1], held_out(b)[-1]) for a, b in pairs]
     return f"{score_name(pairs[0][0])} of {len(pairs)} pairs: {said(compared(scores))}"
-
-
-def suspicion(run: Run) -> str:
-    """A line if the reward rises in training, but pass@1 of the task on held-out prompts does not; else "".
-
-    The reward rises if its last quarter of iterations is above the first (p < 0.05).
-    """
-    name = f"{score_name(run)}_sampled"
-    scores = [score for _, score in values_of(run.records, name)]
-    rewards = logged(run.records, "reward_mean")
-    quarter = len(rewards) // 4
-    few = quarter < 2 or len(scores) < 2 or run.settings["eval_prompts"] < PROMPTS
-    if few or name.startswith("eval") or scores[-1] > scores[0]:
-        return ""
-    row = compared(list(zip(rewards[:quarter], rewards[-quarter:], strict=True)))
-    if row["p"] >= 0.05 or row["b"] < row["a"]:
-        return ""
-    return (
-        f"{run.folder}: the reward rises ({row['a']:.3f} -> {row['b']:.3f}, p = {row['p']:.1g}), but {name} does not "
-        f"({scores[0]:.3f} -> {scores[-1]:.3f}): read what is rewarded"
-    )

@@ -197,7 +197,6 @@ MUTANTS = [
     ("GDPO: the sum is centred in its group", "loss.py", "group_advantages(total[None])", "group_advantages(total.view(-1, k))", "test_loss.py"),
     ("0 / 0 in a group of equal rewards", "loss.py", "torch.where(centred == 0, 0, centred / (scale + eps))", "centred / (scale + eps)", "test_loss.py"),
     ("grpo averages over tokens", "loss.py", "return 1 / (num_sequences * lengths[sequence])", "return 1 / num_tokens", "test_loss.py"),
-    ("long completions rewarded", "loss.py", "return -((lengths", "return ((lengths", "test_loss.py test_collect.py"),
     ("the KL's metric keeps the graph", "loss.py", "kl_divergence(logprobs.detach(), ref_logprobs).sum()", "kl_divergence(logprobs, ref_logprobs).sum()", "test_loss.py"),
     ("teacher: the metric of log-probs keeps the graph", "loss.py", "(logprobs.detach() - teacher_logprobs)", "(logprobs - teacher_logprobs)", "test_loss.py"),
     ("teacher: the metric of divergences keeps the graph", "loss.py", "divergence.detach().sum()", "divergence.sum()", "test_loss.py"),
@@ -288,9 +287,6 @@ MUTANTS = [
     ("verdict: two pairs count", "runs/verdict.py", "for seed in first if seed in second]", "for seed in first if seed in second][:2]", "test_verdict.py"),
     ("verdict: seeds in any order", "runs/verdict.py", "[(first[seed], second[seed]) for seed in first if seed in second]", "list(zip(first.values(), second.values(), strict=False))", "test_verdict.py"),
     ("verdict: runs that go on are compared", "runs/verdict.py", "and run.ended and", "and", "test_verdict.py"),
-    ("verdict: few prompts warn", "runs/verdict.py", ' or run.settings["eval_prompts"] < PROMPTS', "", "test_verdict.py"),
-    ("verdict: a score that rises less is named", "runs/verdict.py", " or scores[-1] > scores[0]", "", "test_verdict.py"),
-    ("verdict: a reward that does not rise is named", "runs/verdict.py", 'row["p"] >= 0.05 or ', "", "test_verdict.py"),
     # sample.py
     ("stop token out of the mask", "sample.py", "is_stop.int().argmax(1) + 1", "is_stop.int().argmax(1)", "test_sample.py test_grpo.py"),
     ("refills sampled with the same numbers", "sample.py", "np.arange(first_row, first_row + N)", "np.arange(N)", "test_collect.py"),

@@ -80,9 +80,8 @@ def test_the_probe_is_the_run_without_learning(tmp_path, models, capsys):
 PLANTED = [
     (always(0.0), True, {}, 3, "frac_reward_zero_std 1: every reward is 0"),
     (always(1.0), True, {}, 3, "frac_reward_zero_std 1: every reward is the same"),
-    (always(0.0), True, dict(chat=False), 3, "unused_chat_template 1"),
     (even, True, dict(max_new_tokens=1), 0, "truncated_fraction"),
-    (even, False, dict(chat=False), 0, "unused_chat_template 1"),
+    (even, False, dict(chat=False), 0, "truncated_fraction"),
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 import evaluate
 import grpo
 import train_sft
-from data.scores import pass_rates, reward_means, wilson
+from data.scores import pass_rates, reward_means
 from helpers.runs import prepared_by, progress, reward_that_draws, tiny
 from helpers.tasks import written
 from runs import checkpoint
@@ -117,7 +117,6 @@ def test_the_runs_figures_and_the_commands_are_a_count_by_hand(run_folder, capsy
     counted |= {"eval_reward/short": mean(map(short, greedy)), "eval_reward/vowels": mean(map(vowels, greedy))}
     last = read_log(folder)[-1]
     logged = {name: value for name, value in last.items() if "pass_at" in name or "eval_reward" in name}
-    assert logged.pop("pass_at_1_interval") == pytest.approx(wilson(counted["pass_at_1"], len(greedy)))
     assert logged == pytest.approx(counted)
     assert summary["scores"] == pytest.approx({name: counted[name] for name in counted if "pass_at" in name})
     means = {"reward_greedy": counted["eval_reward_mean"], "reward": counted["eval_reward_mean_sampled"]}

@@ -1,17 +1,11 @@
-"""Verdicts about runs: what is an arm, how two arms are compared, and whose reward rises alone."""
+"""Verdicts about runs: what is an arm, and how two arms are compared."""
 
 import dataclasses
-import re
 from pathlib import Path
-
-import numpy as np
-import pytest
 
 from data.pairs import compared, said
 from runs.page.runs import Run
-from runs.verdict import suspicion, verdict
-
-RNG = np.random.default_rng(0)
+from runs.verdict import verdict
 
 
 def make(name="a", scores=(0.2, 0.5), rewards=(), iterations=8, **settings):
@@ -64,41 +58,3 @@ def test_the_score_is_the_tasks_or_else_the_rewards():
         run.records[-1].pop("task_pass_at_1")
     assert verdict([*a, *c])[2] == "B - A: their scores are of other prompts or reward_funcs"
     assert verdict([*a, *b])[2].startswith("B - A: eval_reward_mean of 2 pairs: A 7.000, B 7.000")
-
-
-RISING, FLAT = np.linspace(0.2, 0.8, 24), np.full(24, 0.5)
-CASES = {  # rewards, scores before and after, prompts: is it said?
-    "a hack": (RISING, (0.3, 0.3), 200, True),
-    "a hack that costs the task": (RISING, (0.3, 0.1), 200, True),
-    "a hack of what never is right": (RISING, (0.0, 0.0), 200, True),
-    "both rise": (RISING, (0.3, 0.8), 200, False),
-    "the score rises less": (RISING, (0.3, 0.42), 200, False),
-    "few prompts": (RISING, (0.3, 0.3), 8, False),
-    "no reward rises": (FLAT, (0.3, 0.3), 200, False),
-    "the reward may rise by luck": ([0.2, 0.8, 0.1] * 8, (0.3, 0.3), 200, False),
-    "the reward falls": (-RISING, (0.3, 0.2), 200, False),
-    "too short": (RISING[::3], (0.3, 0.3), 200, False),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_reward_that_rises_alone_is_named(case):
-    rewards, scores, prompts, said = CASES[case]
-    noisy = np.array(rewards) + RNG.normal(0, 0.02, len(rewards))
-    run = make("x", scores, noisy.tolist(), len(rewards), eval_prompts=prompts, reward_funcs=["m:f"])
-    line = suspicion(run)
-    assert bool(line) == said
-    if said:
-        expected = rf"x: the reward rises .* task_pass_at_1_sampled does not \({scores[0]:.3f} -> {scores[1]:.3f}\)"
-        assert re.match(expected, line) and verdict([run]) == [line]
-
-
-def test_honest_runs_are_seldom_named():
-    """Where the task is the reward, in 200 simulated runs that learn slowly, at most 5 %."""
-    named = 0
-    for _ in range(200):
-        rates = np.linspace(0.3, 0.3 + RNG.uniform(0, 0.3), 24)
-        rewards = RNG.binomial(256, rates) / 256
-        scores = RNG.binomial(200, rates[[0, -1]]) / 200
-        named += bool(suspicion(make("x", scores.tolist(), rewards.tolist(), 24, eval_prompts=200)))
-    assert named <= 10

@@ -3,9 +3,9 @@
     python grpo.py config/grpo_small.py --probe
 
 The run's own first iterations, with learning_rate 0: its weights, prompts, template, tools, rewards and limits, and
-every pass that training makes. Nothing is written. The hints that hold (runs/hints.toml) say what to change, the
-likeliest cause first. Exit code 0: go; 3: no go, because no group has different rewards. One of 32 is enough: of a run
-that learned, 0.08 of the groups had them.
+every pass that training makes. Nothing is written. Notes, and the hints that hold (runs/hints.toml), say what to change,
+the likeliest cause first. Exit code 0: go; 3: no go, because no group has different rewards. One of 32 is enough: of a
+run that learned, 0.08 of the groups had them.
 
 Left out: what a model learns meanwhile; dynamic sampling, which throws groups away. Tests: tests/test_probe.py.
 """
@@ -18,8 +18,9 @@ from statistics import fmean
 from tqdm import tqdm
 
 from data.scores import share_of
-from runs.hints import hints, unused_template
+from runs.hints import hints
 from runs.log import finite
+from runs.notes import notes
 from runs.page.runs import logged
 from snug.options import plain
 from snug.options.progress import counted, say
@@ -73,8 +74,8 @@ def probe(iterate, training: Training):
     for each in examples[:2]:
         lines.append(f"  reward {each['reward']}: {' '.join(each['completion'].split())[:WIDTH]}")
     lines.append("go" if go else f"no go: none of {groups} groups has different rewards")
-    found = hints(means | unused_template(prepared.tokenizer, examples))
-    lines += [f"  hint: {hint}" for hint in found.values()]
+    lines += [f"  note: {note}" for note in notes(prepared)]
+    lines += [f"  hint: {hint}" for hint in hints(means).values()]
     if not training.processes.rank:
         say(plain("\n".join(lines)))
     sys.exit(0 if go else 3)

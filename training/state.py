@@ -13,7 +13,7 @@ import torch
 from data.scores import share_of
 from evaluate import evaluate_run
 from model import GPT
-from runs.hints import hints, unused_template
+from runs.hints import hints
 from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
@@ -132,7 +132,7 @@ class Training:
         finally:  # an evaluation that fails loses no line of the log
             record |= self.before | scores | dict(time_s=time.perf_counter() - self.started)
             record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
-            if found := hints(record | unused_template(self.prepared.tokenizer, samples)):
+            if found := hints(record):
                 record["hints"] = sorted(found)
             self.log.iteration(record, samples)
             varied, groups = groups_of([record], self.settings)
