@@ -3,7 +3,7 @@
     python grpo.py config/grpo_small.py --probe
 
 The run's own first iterations, with learning_rate 0: its weights, prompts, template, tools, rewards and limits, and
-every pass that training makes. Nothing is written. Notes, and the hints that hold (runs/hints.toml), say what to change,
+every pass that training makes. Nothing is written. Notes and the hints that hold (runs/hints.toml) say what to change,
 the likeliest cause first. Exit code 0: go; 3: no go, because no group has different rewards. One of 32 is enough: of a
 run that learned, 0.08 of the groups had them.
 
