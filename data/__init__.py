@@ -25,9 +25,7 @@ from snug.options import OWN, SnugError, did_you_mean, fields, find_path, option
 TASKS = {  # the module in this folder -> its class
     "addition": "Addition",
     "countdown": "Countdown",
-    "lookup": "Lookup",
     "gsm8k": "GSM8K",
-    "reasoning_gym": "ReasoningGym",
     "jsonl": "Jsonl",
     "code": "Code",
 }

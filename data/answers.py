@@ -87,10 +87,3 @@ def spell(before: str, run: str):
     text = f"{digits}.{fraction}".rstrip("0").rstrip(".")
     sign = SIGN.search(before)
     return "-" + text if sign and not sign[1] and text != "0" else text
-
-
-def in_answer_tags(completion: str) -> str | None:
-    """The text in the last <answer>...</answer>, without surrounding spaces; None if there is none."""
-    before = completion.rpartition("</answer>")[0]
-    _, opened, text = before.rpartition("<answer>")
-    return text.strip() if opened and len(completion) <= MAX_COMPLETION else None

@@ -3,7 +3,7 @@
     prompt      3 5 7=22:
     completion  5*3+7
 
-The completion must be the expression alone: 5*3+7=22 is refused. The generator countdown of task=reasoning_gym asks in
+The completion must be the expression alone: 5*3+7=22 is refused. The generator countdown of examples/gym.py asks in
 words, for an answer in tags.
 
 A problem is made from a random expression over the numbers, so it has a solution. Every intermediate value of it is a

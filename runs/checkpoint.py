@@ -46,6 +46,7 @@ GONE = dict(
     soft_punish_cache=0,
     pass_reward=None,
 )
+MOVED = dict(lookup="examples.lookup:Lookup", reasoning_gym="examples.gym:ReasoningGym")  # tasks
 
 
 class Checkpoint(NamedTuple):
@@ -134,7 +135,10 @@ def sha256(file: Path) -> str:
 
 def read_state(path: Path) -> dict:
     """state.json of a checkpoint that `newest` has found."""
-    return json.loads((path / "state.json").read_text())
+    state = json.loads((path / "state.json").read_text())
+    task = state["settings"]["task"]
+    state["settings"]["task"] = MOVED.get(task, task)
+    return state
 
 
 def find_run(folder: str | Path, tensors: bool = True, optimizer: bool = False) -> Checkpoint:

@@ -14,7 +14,6 @@ from data import make_task
 from helpers import HOME
 from helpers.models import make_model
 from helpers.runs import command, saved
-from helpers.tasks import is_installed
 from runs import fork
 from runs.checkpoint import newest
 from runs.evaluation import prepare_evaluation, prepare_pair
@@ -143,7 +142,7 @@ MISSING = {  # what is missing -> how the line ends
     "config/grpo_real.py": f"{SMALL}: there is no such run or model; make {SMALL} makes it",
     "--init_from=models/b.gguf": "; python -m examples.gguf models/b.gguf --to=models/b makes one",
     "--resume=empty": "empty: has no checkpoint; if it is a run, nothing was saved yet: start it again",
-    "config/grpo_gym.py": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
+    "--task=countdown --chat --beta=0": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
     "config/grpo_gsm8k.py": "; README.md and config/grpo_gsm8k.py have the curl command",
     "--task=gsm8k": "; README.md and config/grpo_gsm8k.py have the curl command",
 }
@@ -159,8 +158,6 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     # A project in which nobody has made a run, a model or data yet.
     monkeypatch.setattr("snug.options.__file__", str(tmp_path / "snug/options/__init__.py"))
-    if words == "config/grpo_gym.py" and not is_installed:
-        pytest.skip("reasoning_gym is not installed")
     with pytest.raises(SnugError) as error:
         prepare(*read_settings(GRPOSettings, words.split())[:2])
     assert end in str(error.value) and "\n" not in str(error.value)

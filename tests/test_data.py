@@ -62,16 +62,16 @@ def chat_model(tmp_path_factory):
 # task: its options, the text of a right answer; None: the demonstration
 EVERY = {name: (options, None) for name, options in TASKS.items()}
 EVERY |= {
-    "lookup": (dict(task="lookup"), "{answer}"),
+    "lookup": (dict(task="examples.lookup:Lookup"), "{answer}"),
     "gsm8k": (dict(task="gsm8k", data_file=str(HOME / "tests/gsm8k_sample.jsonl")), "#### {answer}"),
     "jsonl": (dict(task="jsonl", data_file=str(HOME / "data/sums.jsonl")), "it is {answer}"),
     "code": (dict(task="code", data_file=str(HOME / "data/functions.jsonl")), "\n```\n{head}{solution}```"),
-    "gym": (dict(task="reasoning_gym", gym_dataset=["chain_sum"]), None),
+    "gym": (dict(task="examples.gym:ReasoningGym", gym_dataset=["chain_sum"]), None),
 }
 
 
 def test_every_task_is_among_these():
-    assert {options.get("task", "addition") for options, _ in EVERY.values()} == set(data.TASKS)
+    assert {options.get("task", "addition") for options, _ in EVERY.values()} > set(data.TASKS)
 
 
 BEGIN = {"tools": ["<calc>1+1</calc>"], "environment": ["wait"], "": []}  # the first turn

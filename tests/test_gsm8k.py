@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import make_task
-from data.answers import MAX_ANSWER, MAX_COMPLETION, in_answer_tags, last_number, number_after_marker
+from data.answers import MAX_ANSWER, MAX_COMPLETION, last_number, number_after_marker
 from helpers.tasks import written
 from settings import GRPOSettings
 from snug.options import SnugError
@@ -143,15 +143,6 @@ def test_equal_numbers_are_equal_however_they_are_written(a, b, rng):
     one, other, again = (number_after_marker(spelled(number, rng)) for number in (a, b, a))
     assert one == again and Fraction(one) == Fraction(a)
     assert (one == other) == (Fraction(a) == Fraction(b))
-
-
-def test_what_is_in_answer_tags():
-    assert in_answer_tags("<answer> 1 </answer>") == in_answer_tags("<answer>1</answer><answer>2") == "1"
-    for text in ("<answer>1</answer><answer>2</answer>", "<answer>1<answer>2</answer>"):
-        assert in_answer_tags(text) == "2"
-    assert in_answer_tags("<answer></answer>") == ""
-    for text in ("</answer><answer>", "", " " * MAX_COMPLETION + "<answer>1</answer>"):
-        assert in_answer_tags(text) is None
 
 
 # -----------------------------------------------------------------------------

@@ -1,14 +1,17 @@
-"""Task reasoning_gym: rows that are the same for ever and never cross, and rewards that no executed answer can change."""
+"""examples/gym.py: rows that are the same for ever and never cross, and rewards that no executed answer can change."""
 
 import json
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 
 import pytest
 
-from data import make_task, reasoning_gym
-from data.reasoning_gym import REQUEST, ReasoningGym
+from data import make_task
+from data.answers import MAX_COMPLETION
+from examples import gym
+from examples.gym import REQUEST, ReasoningGym
 from helpers import HOME
 from helpers.boxes import ENDS, LATE, LINUX, WRITES, processes, wait_for
 from helpers.tasks import needs_package
@@ -16,7 +19,8 @@ from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError
 from snug.sandbox import Result, Sandbox
 
-WORKER = "data.reasoning_gym_worker:Gym"
+TASK = "examples.gym:ReasoningGym"
+WORKER = "examples.gym_worker:Gym"
 
 QUICK = "leg_counting chain_sum gcd base_conversion spell_backward knights_knaves maze mini_sudoku".split()
 EXECUTING = (
@@ -46,11 +50,11 @@ def hasty():
 
 @pytest.fixture
 def task_of(box, monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "Sandbox", lambda *options: box)
-    monkeypatch.setattr(reasoning_gym, "SURVEY", 25)
+    monkeypatch.setattr(gym, "Sandbox", lambda *options: box)
+    monkeypatch.setattr(gym, "SURVEY", 25)
 
     def task_of(*names, cls=GRPOSettings, **options):
-        settings = cls(task="reasoning_gym", gym_dataset=[*names], **options)
+        settings = cls(task=TASK, gym_dataset=[*names], **options)
         return make_task(settings, demonstrations=cls is SFTSettings)
 
     return task_of
@@ -147,7 +151,7 @@ def test_the_worker():
     ]
     program = """
 import json, re, sys
-from data.reasoning_gym_worker import Gym
+from examples.gym_worker import Gym
 from snug.options import SnugError
 for name, options, message in json.loads(sys.argv[1]):
     try:
@@ -195,9 +199,9 @@ class Pretended:
 @pytest.fixture
 def pretend(monkeypatch):
     def pretend(box=None, cls=GRPOSettings, **options):
-        monkeypatch.setattr(reasoning_gym, "Sandbox", lambda *options: box or Pretended())
-        monkeypatch.setattr(reasoning_gym.importlib.util, "find_spec", lambda name: name)
-        settings = cls(**{"task": "reasoning_gym", "gym_dataset": ["some"]} | options)
+        monkeypatch.setattr(gym, "Sandbox", lambda *options: box or Pretended())
+        monkeypatch.setattr(gym.importlib.util, "find_spec", lambda name: name)
+        settings = cls(**{"task": TASK, "gym_dataset": ["some"]} | options)
         return make_task(settings, demonstrations=cls is SFTSettings)
 
     return pretend
@@ -266,6 +270,16 @@ def test_options_that_cannot_be(pretend, options, message):
 
 
 def test_a_package_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(reasoning_gym.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gym.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SnugError, match="pip install reasoning_gym"):
-        ReasoningGym(GRPOSettings(task="reasoning_gym", gym_dataset=["gcd"]))
+        ReasoningGym(GRPOSettings(task=TASK, gym_dataset=["gcd"]))
+
+
+def test_what_is_in_answer_tags():
+    answer_of = partial(ReasoningGym.answer_of, None)
+    assert answer_of("<answer> 1 </answer>") == answer_of("<answer>1</answer><answer>2") == "1"
+    for text in ("<answer>1</answer><answer>2</answer>", "<answer>1<answer>2</answer>"):
+        assert answer_of(text) == "2"
+    assert answer_of("<answer></answer>") == ""
+    for text in ("</answer><answer>", "", " " * MAX_COMPLETION + "<answer>1</answer>"):
+        assert answer_of(text) is None

@@ -129,7 +129,7 @@ def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
         said = "; it is an option of --task=countdown"
         assert refused(read_settings, cls, ["--countdown_numbers=3"]) == f"unknown option --countdown_numbers{said}"
         said = "; it is an option of --task=gsm8k or jsonl or code"
-        assert refused(read_settings, cls, ["--task=lookup", "--data_file=3"]) == f"unknown option --data_file{said}"
+        assert refused(read_settings, cls, ["--task=addition", "--data_file=3"]) == f"unknown option --data_file{said}"
         path = config(tmp_path, "digits = 1\ntask = 'jsonl'\n")
         assert (
             refused(make_settings, cls, path, {})
@@ -141,7 +141,7 @@ def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
 
 
 # What is here not by an option's name: places, and values of options.
-NO_OPTIONS = "config all-linear o_proj down_proj constant_with_warmup".split()
+NO_OPTIONS = "config lookup reasoning_gym all-linear o_proj down_proj constant_with_warmup".split()
 
 
 def test_names_of_trl_are_answered_with_ours(tmp_path):

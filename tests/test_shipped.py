@@ -232,8 +232,6 @@ def need(place, monkeypatch):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_every_config_trains_and_evaluates(config, there, monkeypatch, capsys):
-    if "gym" in config.name and not is_installed:
-        pytest.skip("reasoning_gym is not installed")
     code = run(f"{command_of(config)} --out_dir=out/of_config", monkeypatch)
     assert code == 0, capsys.readouterr().err
     [record] = [record for record in read_log("out/of_config") if record["iter"] == 0]

@@ -3,6 +3,8 @@
     prompt      4821=
     completion  <get>4821</get><result>7310</result>7310
 
+    python grpo.py config/grpo_lookup.py
+
 The tool writes <result>7310</result>. Without it the model can only guess. A run without it shows that: --tools=
 """
 

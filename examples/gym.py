@@ -1,7 +1,10 @@
-"""reasoning_gym: any generator of the package of that name (pip install reasoning_gym).
+"""The task ReasoningGym: any generator of the package reasoning_gym (pip install reasoning_gym).
 
-    --task=reasoning_gym --gym_dataset=leg_counting
-    --task=reasoning_gym --gym_dataset=chain_sum,gcd --gym_config='{"chain_sum": {"max_terms": 3}}'
+    python grpo.py --task=examples.gym:ReasoningGym --gym_dataset=chain_sum,gcd --chat \
+        --init_from=Qwen/Qwen2.5-0.5B-Instruct --learning_rate=1e-6 --max_new_tokens=400
+
+--gym_config='{"chain_sum": {"max_terms": 3}}' has options of generators. A base model has no chat template: leave --chat
+out.
 
     prompt      Find the Greatest Common Divisor (GCD) of these numbers: 297, 30. Give only the GCD as your final
                 answer. End with your final answer inside <answer> </answer>.
@@ -18,8 +21,8 @@ bounds; longer ones are skipped.
 
 Scorers of binary_matrix, n_queens, spiral_matrix and string_insertion eval the answer; those of countdown,
 intermediate_integration, polynomial_multiplication, puzzle24 and simple_integration do so through sympy's parse_expr.
-So only the processes of a Sandbox import the package. In version 0.1.25 game_of_life_halting accepts any text,
-complex_arithmetic accepts nan, and coin_flip mostly accepts 0: a policy will find that.
+So only the processes of a Sandbox import the package: gym_worker.py. In version 0.1.25 game_of_life_halting accepts any
+text, complex_arithmetic accepts nan, and coin_flip mostly accepts 0: a policy will find that.
 
 Left out: the package's curricula; scores between 0 and 1; its generators composite (gym_dataset takes several names)
 and codeio (its items differ between processes). Tests: tests/test_gym.py.
@@ -32,7 +35,7 @@ import operator
 import random
 from dataclasses import dataclass
 
-from data.answers import in_answer_tags
+from data.answers import MAX_COMPLETION
 from data.task import Task
 from snug.options import SnugError, option
 from snug.sandbox import Sandbox
@@ -46,7 +49,7 @@ REQUEST = "\nEnd with your final answer inside <answer> </answer>.\n"
 
 @dataclass
 class GymOptions:
-    """task=reasoning_gym."""
+    """task=examples.gym:ReasoningGym."""
 
     gym_dataset: list[str] = option([], "generators of the package; each prompt is of a random one")
     gym_config: dict = option({}, 'JSON, options of generators: {"chain_sum": {"max_terms": 3}}')
@@ -65,9 +68,9 @@ class ReasoningGym(Task):
                 f"gym_config={json.dumps(settings.gym_config)}"
             )
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise SnugError("task='reasoning_gym': the package is missing; pip install reasoning_gym")
+            raise SnugError("the package reasoning_gym is missing; pip install reasoning_gym")
         options = {"datasets": {name: settings.gym_config.get(name, {}) for name in self.names}}
-        self.sandbox = Sandbox("data.reasoning_gym_worker:Gym", options, TIMEOUT)
+        self.sandbox = Sandbox("examples.gym_worker:Gym", options, TIMEOUT)
         self.needs_answers = demonstrations
 
     def propose(self, rng):
@@ -93,7 +96,10 @@ class ReasoningGym(Task):
         return self.bounds
 
     def answer_of(self, completion):
-        return in_answer_tags(completion)
+        """The text in the last <answer>...</answer>, without surrounding spaces."""
+        before = completion.rpartition("</answer>")[0]
+        _, opened, text = before.rpartition("<answer>")
+        return text.strip() if opened and len(completion) <= MAX_COMPLETION else None
 
     def are_right(self, completions, stopped, items):
         """The sandbox scores all answers in one request, equal answers to an item once."""
