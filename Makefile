@@ -49,8 +49,8 @@ CODER = Qwen/Qwen2.5-Coder-0.5B-Instruct
 FUNCTIONS = --test_file=data/functions_test.jsonl --num_samples=2 --max_new_tokens=192 --samples_file=out/functions
 HUMANEVAL = --test_file=data/HumanEval.jsonl.gz --temperature=0 --max_new_tokens=512 --samples_file=out/humaneval
 code: data/HumanEval.jsonl.gz
-	$(BIN)/python evaluate.py $(CODER) --task=code --chat $(FUNCTIONS)_before.jsonl
-	$(BIN)/python evaluate.py $(CODER) --task=code --chat $(HUMANEVAL)_before.jsonl
+	$(BIN)/python evaluate.py $(CODER) --task=examples.code:Code --chat $(FUNCTIONS)_before.jsonl
+	$(BIN)/python evaluate.py $(CODER) --task=examples.code:Code --chat $(HUMANEVAL)_before.jsonl
 	$(BIN)/python grpo.py config/grpo_code.py --init_from=$(CODER) $(ARGS)
 	$(BIN)/python evaluate.py out/grpo_code $(FUNCTIONS)_after.jsonl
 	$(BIN)/python evaluate.py out/grpo_code $(HUMANEVAL)_after.jsonl

@@ -7,7 +7,7 @@ faster with --dtype=float32 --param_dtype=float32.
 
 out_dir = "out/grpo_code"
 init_from = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
-task = "code"
+task = "examples.code:Code"
 data_file = "data/functions.jsonl"
 test_file = "data/functions_test.jsonl"
 chat = True

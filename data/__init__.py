@@ -27,7 +27,6 @@ TASKS = {  # the module in this folder -> its class
     "countdown": "Countdown",
     "gsm8k": "GSM8K",
     "jsonl": "Jsonl",
-    "code": "Code",
 }
 
 

@@ -9,7 +9,7 @@ A hash of the problem decides its split, so no training prompt is a test prompt,
     task.rewards([row["prompt"] for row in rows], completions, answer=[row["answer"] for row in rows])
 
 A prompt is text or, with settings.chat, messages: [{"role": "user", "content": text}]. Completions are untrusted text:
-a task limits their length and parses them by a whitelist; code.py executes them, in confined processes.
+a task limits their length and parses them by a whitelist, or executes them in confined processes (snug/sandbox).
 
 Left out: conversations of several turns; reward models (write a function). Tests: tests/test_data.py.
 """

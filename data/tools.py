@@ -40,8 +40,8 @@ from fractions import Fraction
 from data import imported
 from data.calls import OutOfTime, awaited, complete, name_of
 from data.countdown import MAX_CHARS, NODES, value_of
-from data.programs import sandbox
 from snug.options import SnugError, in_one_line
+from snug.sandbox import of_thread
 from snug.tokenizer.chat import well_formed
 
 MAX_BITS = 4000  # of a power in `calc`
@@ -151,7 +151,7 @@ TOOLS = {"calc": calc, "python": python}
 
 
 def interpreter():
-    return sandbox(Interpreter, PYTHON_SECONDS)
+    return of_thread(Interpreter, PYTHON_SECONDS)
 
 
 POOL = ThreadPoolExecutor(16)

@@ -59,7 +59,9 @@ def prepare_evaluation(
     place = path.parent
     if is_pretrained(path):  # a model's folder is not ours, nor is the hub's cache
         place = Path("out", Path(SNAPSHOT.sub(r"\2", os.path.abspath(path))).name)
-    return prepared, samples_file(options, place / f"evaluation-{settings.task}-test.jsonl")
+    return prepared, samples_file(
+        options, place / f"evaluation-{settings.task.rpartition(':')[2]}-test.jsonl"
+    )
 
 
 def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second: str):

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import BAD, BODIES, GOOD, RIGHT, WRONG
-from data import code, make_task, programs
-from data.code import names_in
-from data.programs import POOL, from_plain, judge, to_plain
+from data import make_task
+from examples import code, programs
+from examples.code import names_in
+from examples.programs import POOL, from_plain, judge, to_plain
 from helpers.tasks import BODY, HEAD, HUMAN_EVAL, MBPP, written
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError
+from snug.sandbox import of_thread
 
 OWN = dict(prompt=HEAD, tests=["assert f(1) == 2", "assert f(half(4)) == 3"], canonical_solution=BODY)
 IN_WORDS = dict(prompt="Write f, which adds one.", tests=["assert f(1) == 2", "assert set([f(4)]) == {5}"])
@@ -28,7 +30,7 @@ ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, own=OWN, in_words=IN_WORDS)
 
 
 def task_of(path, cls=GRPOSettings, **options):
-    return make_task(cls(task="code", data_file=path, eval_prompts=0, **options))
+    return make_task(cls(task="examples.code:Code", data_file=path, eval_prompts=0, **options))
 
 
 def rewards(task, row, completions):
@@ -217,18 +219,21 @@ def test_sft_needs_solutions_and_a_packed_file_is_read(tmp_path):
     assert task_of(str(tmp_path / "data.jsonl.gz")).size("train") == 1
     with pytest.raises(SnugError, match=r"gz:1: has no canonical_solution"):
         make_task(
-            SFTSettings(task="code", data_file=str(tmp_path / "data.jsonl.gz"), eval_prompts=0), demonstrations=True
+            SFTSettings(task="examples.code:Code", data_file=str(tmp_path / "data.jsonl.gz"), eval_prompts=0),
+            demonstrations=True,
         )
 
 
 def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
     path, missing = written(tmp_path, [OWN]), ["user", "landlock"]
-    monkeypatch.setattr(code, "sandbox", lambda *_: SimpleNamespace(start=lambda: None, missing=missing))
+    monkeypatch.setattr(code, "of_thread", lambda *_: SimpleNamespace(start=lambda: None, missing=missing))
     assert task_of(path)
     missing[0] = "seccomp"
     with pytest.raises(SnugError, match="--unconfined"):
         task_of(path)
-    assert task_of(path, unconfined=True) and make_task(SFTSettings(task="code", data_file=path, eval_prompts=0), True)
+    assert task_of(path, unconfined=True) and make_task(
+        SFTSettings(task="examples.code:Code", data_file=path, eval_prompts=0), True
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -405,7 +410,7 @@ def test_a_lost_process_of_tests_keeps_what_was_passed():
 def test_a_killed_process_costs_one_verdict():
     def lose(target, seconds):
         assert judged(GOOD)["passed"] == 1
-        os.kill(programs.sandbox(target, seconds).process.pid, signal.SIGKILL)
+        os.kill(of_thread(target, seconds).process.pid, signal.SIGKILL)
         return [judged(GOOD)["passed"] for _ in range(2)]
 
     for target, seconds in {programs.Program: 5.0, programs.Checker: 10.0}.items():
@@ -436,8 +441,8 @@ import builtins; builtins.AssertionError = builtins.Exception = BaseException
 import snug.sandbox.child as c, json; [c.say([json.dumps([1.0, None]), ""]) for _ in range(9)]
 import os; [os.write(3, b'["[1.0, null]", ""]\\n') for _ in range(9)]
 import os; os.write(3, b'[' * 10**5 + b'\\n')
-import data.programs as p; p.is_test = lambda test: False; p.judge = lambda *a: {"passed": 1.0}
-import data.programs as p; p.to_plain = lambda value: {"set": [{"list": []}]}
+import examples.programs as p; p.is_test = lambda test: False; p.judge = lambda *a: {"passed": 1.0}
+import examples.programs as p; p.to_plain = lambda value: {"set": [{"list": []}]}
 print('{"passed": 1.0, "parsed": true, "ran": true, "error": ""}'); print("[1.0, null]")
 """.strip().splitlines()
 # What a program may return in place of an answer, or look for.

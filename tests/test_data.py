@@ -65,7 +65,10 @@ EVERY |= {
     "lookup": (dict(task="examples.lookup:Lookup"), "{answer}"),
     "gsm8k": (dict(task="gsm8k", data_file=str(HOME / "tests/gsm8k_sample.jsonl")), "#### {answer}"),
     "jsonl": (dict(task="jsonl", data_file=str(HOME / "data/sums.jsonl")), "it is {answer}"),
-    "code": (dict(task="code", data_file=str(HOME / "data/functions.jsonl")), "\n```\n{head}{solution}```"),
+    "code": (
+        dict(task="examples.code:Code", data_file=str(HOME / "data/functions.jsonl")),
+        "\n```\n{head}{solution}```",
+    ),
     "gym": (dict(task="examples.gym:ReasoningGym", gym_dataset=["chain_sum"]), None),
 }
 

@@ -1,6 +1,6 @@
 """Run a function on untrusted text, such as code that a model wrote, in confined processes.
 
-Names for others: Sandbox, Result, SandboxError, LAYERS, LONGEST. Left out: what a target does with the text; Windows.
+Names for others: Sandbox, of_thread, Result, SandboxError, LAYERS, LONGEST. Left out: what a target does with the text; Windows.
 
     class Calculator:                                   # in calculator.py
         def evaluate(self, text):
@@ -53,6 +53,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import NamedTuple
@@ -62,6 +63,7 @@ from snug.sandbox.channel import LONGEST, Channel, Lost, SandboxError
 
 LAYERS = ("user", "limits", "audit", "landlock", "seccomp")
 note = cache(partial(print, file=sys.stderr))  # each text once in this process
+THREAD = threading.local()
 LIMIT = 120.0  # seconds for imports and for a trusted task; for an untrusted one beyond its timeout
 
 
@@ -166,3 +168,11 @@ class Sandbox:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             self.channel.close()
+
+
+def of_thread(target: type, seconds: float) -> Sandbox:
+    """This thread's Sandbox of a class without arguments. It dies with the thread that started it: use a pool's."""
+    boxes = vars(THREAD).setdefault("boxes", {})
+    if (target, seconds) not in boxes:
+        boxes[target, seconds] = Sandbox(f"{target.__module__}:{target.__name__}", timeout=seconds)
+    return boxes[target, seconds]

@@ -4,7 +4,7 @@
     {"text": "Write a function ...", "test_list": ["assert f(1) == 2", ...], "code": "def f ...", ...}   MBPP
     {"prompt": "def f(x):\\n ...", "tests": ["assert f(1) == 2", ...]}                               your own
 
-    python evaluate.py Qwen/Qwen2.5-Coder-0.5B-Instruct --task=code --chat --test_file=data/HumanEval.jsonl.gz
+    python evaluate.py Qwen/Qwen2.5-Coder-0.5B-Instruct --task=examples.code:Code --chat --test_file=data/HumanEval.jsonl.gz
 
 MBPP's sanitized rows have prompt for text. A prompt that is the beginning of a program is that of a base model, and
 with chat it stands in a code block behind an instruction. Any other prompt stays as it is. A completion's program is
@@ -29,10 +29,11 @@ from dataclasses import dataclass
 from symtable import symtable
 from textwrap import dedent
 
-from data.programs import POOL, Program, is_test, judge, sandbox
 from data.rows import FileOptions, FileTask
 from data.task import text_of
+from examples.programs import POOL, Program, is_test, judge
 from snug.options import SnugError, option
+from snug.sandbox import of_thread
 
 # EvalPlus' (Liu et al. 2023), whose figures the models' reports have.
 INSTRUCTION = (
@@ -66,7 +67,7 @@ def unwarned():
 
 @dataclass
 class CodeOptions(FileOptions):
-    """task=code."""
+    """task=examples.code:Code."""
 
     code_reward: str = option(
         "share", "share: of the tests that pass; all: 1 if all pass", choices=("share", "all")
@@ -158,11 +159,11 @@ class Code(FileTask):
 
 def refuse_unconfined():
     """Raises SnugError where the kernel confines no program."""
-    box = sandbox(Program, 1.0)
+    box = of_thread(Program, 1.0)
     box.start()
     if {"landlock", "seccomp"} <= {*box.missing}:
         raise SnugError(
-            "task='code' executes what a model writes, and this system has neither Landlock nor seccomp to confine it; "
+            "task='examples.code:Code' executes what a model writes, and this system has neither Landlock nor seccomp to confine it; "
             "use a Linux with one of them, or take the risk: --unconfined"
         )
 

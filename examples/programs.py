@@ -24,16 +24,16 @@ import ast
 import builtins
 import json
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from numbers import Integral, Real
 
 from snug.options import described
-from snug.sandbox import LONGEST, Result, Sandbox
+from snug.sandbox import LONGEST, Result, of_thread
 
 MAX_ERROR = 300  # characters
+POOL = ThreadPoolExecutor(min(8, os.cpu_count()))  # each thread has its own processes
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
 
 
@@ -44,12 +44,12 @@ def judge(program: str, setup: str, names: Sequence[str], tests: Sequence[str], 
     tests: statements; those with an assert count, and another one that fails. The program has `seconds` in all.
     Thread-safe; a thread has its own processes.
     """
-    with sandbox(Program, seconds).conversation("serve") as tell:
+    with of_thread(Program, seconds).conversation("serve") as tell:
         _, error = said(tell(program))
         passed = 0.0
         if error is None:
             # The tests may wait for the program as long as it has time.
-            with sandbox(Checker, 2 * seconds).conversation("check") as check:
+            with of_thread(Checker, 2 * seconds).conversation("check") as check:
                 passed, error = verdict_of(check, tell, [setup, names, tests])
     return dict(passed=passed, error=error or "")
 
@@ -201,18 +201,3 @@ def from_plain(value):
     if name == "dict":
         return {from_plain(key): from_plain(item) for key, item in items}
     return CONTAINERS[name](map(from_plain, items)) if name != "object" else object()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The processes of a thread
-
-POOL, THREAD = ThreadPoolExecutor(min(8, os.cpu_count())), threading.local()
-
-
-def sandbox(target, seconds) -> Sandbox:
-    """This thread's, which has `target`. It dies with the thread that started it, so the threads of a pool stay."""
-    boxes = vars(THREAD).setdefault("boxes", {})
-    if (target, seconds) not in boxes:
-        name = f"{target.__module__}:{target.__name__}"
-        boxes[target, seconds] = Sandbox(name, timeout=seconds)
-    return boxes[target, seconds]
