@@ -46,7 +46,11 @@ GONE = dict(
     soft_punish_cache=0,
     pass_reward=None,
 )
-MOVED = dict(lookup="examples.lookup:Lookup", reasoning_gym="examples.gym:ReasoningGym")  # tasks
+MOVED = dict(  # tasks
+    lookup="examples.lookup:Lookup",
+    reasoning_gym="examples.gym:ReasoningGym",
+    code="examples.code:Code",
+)
 
 
 class Checkpoint(NamedTuple):
