@@ -1,39 +1,31 @@
-"""Checks that run in several processes: this file forks them, connects them with gloo, and prints what each has found.
+"""Checks that run in several processes: this file forks them, and connects them with gloo.
 
     python tests/processes.py FOLDER none1:plain,sft ddp2:plain,sft      one process does the named checks, then two do
 
-What they find and the runs go to FOLDER/none1 and FOLDER/ddp2, and FOLDER/resume. torch is imported once, before the processes
-part. What they train is small and in float64, so that what is computed in another order differs by 1e-12 or so.
-test_parallel.py starts this and compares.
+The runs go to FOLDER/none1 and FOLDER/ddp2, and FOLDER/resume. torch is imported once, before the processes part. What
+they train is small and in float64, so that what is computed in another order differs by 1e-12 or so. test_parallel.py
+starts this and compares.
 """
 
-import json
 import os
 import signal
 import socket
 import sys
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch._dynamo  # what torch imports when it makes a model, and FSDP's: 2 seconds, once and not in each process
-import torch.distributed as dist
 import torch.distributed.fsdp
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 import grpo
 import train_sft
-import trajectory
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug import options as options_of
-from snug.memory import meter
-from snug.memory.ledger import LiveBytes, unwatched
-from training import parallel
-from training.state import Training
 
 SHAPE = dict(digits=2, n_layer=2, n_embd=32, block_size=24, device="cpu", eval_prompts=6, eval_interval=2)
 GRPO = SHAPE | dict(batch_size=5, group_size=4, max_new_tokens=8, learning_rate=1e-2, max_iters=4, save_interval=0)
@@ -54,8 +46,6 @@ CHECKS = {
     "divergence": dict(teacher="none1/sft", divergence="reverse_kl", max_tokens_per_micro_batch=60, max_iters=2),
     "nf4": dict(beta=0.1, init_from="none1/sft", lora_rank=4, base_dtype="nf4", max_iters=2),
     "offload": dict(param_offload=True, beta=0.1, init_from="none1/sft", max_tokens_per_micro_batch=60, max_iters=2),
-    # Large enough that weights are most of the memory.
-    "memory": dict(n_layer=4, n_embd=128, vocab_size=1001, batch_size=4, max_iters=2, eval_prompts=0),
     "host": dict(
         optimizer_device="host", grad_offload=True, checkpoint_blocks="block", activation_offload=True, max_iters=2
     ),
@@ -93,76 +83,20 @@ def train(folder, name, size, options, rewards=(letters,), resume="never"):
 
 
 def run_check(name, folder, size):
-    """-> what this process has found, as JSON has it; the runs leave their folders."""
+    """The runs leave their folders."""
     rank = int(os.environ["RANK"])
-    if name.startswith("trajectory"):
-        budget = dict(max_tokens_per_micro_batch=int(name[10:] or 0))
-        settings = trajectory.settings(parallel=os.environ["PARALLEL"], max_iters=10, **budget)
-        with parallel.start(settings) as processes:
-            return trajectory.take(settings, processes=processes)
     if name == "sft":
         settings = SFTSettings(**SFT | dict(out_dir=f"{folder}/sft", parallel=os.environ["PARALLEL"]))
         settings.param_dtype = settings.optimizer_dtype = "float64"
         return train_sft.main(prepare(settings))
     if name.startswith("resume"):
         return train(Path(folder).parent, "resume", size, dict(max_iters=int(name[6:])), resume="auto")
-    if name == "memory":
-        with measured() as figures:
-            train(folder, name, size, CHECKS[name])
-        return figures
     if name == "out of memory" and size > 1 and rank == 1:
         out_of_memory_once()
     if name == "dropped" and rank == size - 1:
         not_a_number_once()
     rewards = {"dapo": [rarely], "no variance": [same], "uneven": [letters, rarely]}.get(name, [letters])
     return train(folder, name, size, CHECKS[name], rewards)
-
-
-@contextmanager
-def measured():
-    """-> a list that gets, for each iteration, {phase: its peak and the bytes after it} of this process.
-
-    FSDP frees gathered weights by resizing their storages. No op does that, so the meter is told here.
-    gloo's threads drop the tensors of a message at any time after the wait for it has ended: they get uncounted copies.
-    """
-    live, figures, resizes = LiveBytes(), [], ("alloc_storage", "free_storage")
-    originals = meter.LiveBytes, Training.end_iteration
-    messages = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
-
-    def followed(resize):
-        def resize_and_follow(tensor):
-            resize(tensor)
-            if id(tensor.untyped_storage()) in live.sizes:
-                live.forget(id(tensor.untyped_storage()))
-            live.follow(tensor)
-
-        return resize_and_follow
-
-    def copied(send):
-        def message(*tensors, input=None, output=None, async_op=False, **options):
-            tensors = tensors or (output, input)
-            with unwatched():
-                copies = [tensor.clone() for tensor in tensors]
-                send(*copies, **options)
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    tensor.copy_(copy)
-
-        return message
-
-    def end_iteration(self, *arguments):
-        figures.append({name: dict(entry) for name, entry in self.meter.phases.items()})
-        originals[1](self, *arguments)
-
-    meter.LiveBytes, Training.end_iteration = lambda: live, end_iteration
-    for module, name in ((module, name) for module in (_fsdp_param, _fsdp_param_group) for name in resizes):
-        if hasattr(module, name):
-            setattr(module, name, followed(getattr(module, name)))
-    for name, send in messages.items():
-        setattr(dist, name, copied(send))
-    yield figures
-    meter.LiveBytes, Training.end_iteration = originals
-    for name, send in messages.items():
-        setattr(dist, name, send)
 
 
 def out_of_memory_once():
@@ -223,8 +157,7 @@ def together(folder, size, kind, names):
 
     def work(rank):
         for name in names:
-            found = run_check(name, folder, size)
-            Path(folder, f"{name}.{rank}.json").write_text(json.dumps(found))
+            run_check(name, folder, size)
 
     children, codes = fork(size, kind, work, folder / "out.txt"), []
     for _ in children:
