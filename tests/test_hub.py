@@ -1,18 +1,16 @@
-"""Models by their hub id: a cache as huggingface_hub lays it out, and its client against a server on this machine."""
+"""Models by their hub id: a cache as huggingface_hub lays it out, and what its client is asked for."""
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 from safetensors.torch import save_file
 
 import evaluate
@@ -21,6 +19,7 @@ import sample
 from helpers import HOME
 from helpers.hub import NAME, NEW, OLD, put
 from helpers.models import make_model
+from helpers.runs import refused
 from runs import export
 from runs.checkpoint import find_run, newest, read_state
 from runs.loading import load_run
@@ -147,168 +146,98 @@ def test_every_file_of_a_tokenizer_is_downloaded():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The library's own client
+# What is asked of the library
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A hub on this machine: `address`, and `files`, {repository: folder} -> `asked`: the paths of its requests."""
-    root = tmp_path_factory.mktemp("server")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "MAX_SHARD_BYTES", 50_000)
-        save_pretrained(make_model(vocab_size=257), root / "tiny/shards", get_tokenizer("bytes"))
-    assert len(list(root.glob("tiny/shards/model-*.safetensors"))) > 1
-    save_pretrained(make_model(vocab_size=257), root / "tiny/model", get_tokenizer("bytes"))
-    for name in ("shards", "model"):
-        (root / "tiny" / name / "original").mkdir()
-        for other in ("pytorch_model.bin", "consolidated.safetensors", "original/x.safetensors", "README.md"):
-            (root / "tiny" / name / other).write_text(other)
-    for name, files in dict(pickles=["config.json", "pytorch_model.bin"], gguf=["x.gguf"], gemma=[]).items():
-        (root / "tiny" / name).mkdir()
-        for file in files:
-            shutil.copy(root / "tiny/model" / "config.json", root / "tiny" / name / file)
-    (root / "tiny/gemma/config.json").write_text('{"model_type": "gemma"}')
-    (root / "tiny/gemma/model.safetensors").write_text("gigabytes")
-    shutil.copytree(root / "tiny/model", root / "tiny/gated")
-    asked = []
-
-    class Hub(BaseHTTPRequestHandler):
-        def answer(self, status, content=b"", **headers):
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": len(content)}).items():
-                self.send_header(name.replace("_", "-"), str(value))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def do_GET(self):
-            path = self.path.partition("?")[0]
-            if "tiny" not in path:  # the library asks for a list of coding agents, if one runs it
-                return self.answer(404)
-            asked.append(path.removeprefix("/"))
-            owner, name, kind, revision, *file = path.removeprefix("/api/models").strip("/").split("/")
-            folder = root / owner / name
-            if not folder.is_dir():
-                return self.answer(401, X_Error_Code="RepoNotFound", X_Error_Message="Invalid username or password.")
-            if revision not in ("main", NEW):
-                return self.answer(404, X_Error_Code="RevisionNotFound")
-            files = [file for file in folder.rglob("*") if file.is_file()]
-            if kind == "resolve":
-                if name == "gated":
-                    return self.answer(403, X_Error_Code="GatedRepo", X_Error_Message="Ask for access.")
-                content = folder.joinpath(*file).read_bytes()
-                tag = f'"{hashlib.sha256(content).hexdigest()}"'
-                return self.answer(200, content, ETag=tag, X_Repo_Commit=NEW)
-            names = [str(file.relative_to(folder)) for file in files]
-            value = dict(id=f"{owner}/{name}", sha=NEW, siblings=[dict(rfilename=name) for name in names])
-            if kind == "tree":
-                sizes = [file.stat().st_size for file in files]
-                rows = zip(names, sizes, strict=True)
-                value = [dict(type="file", path=name, size=size, oid="c" * 40) for name, size in rows]
-            self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=http.serve_forever, daemon=True).start()
-    yield SimpleNamespace(address=f"http://127.0.0.1:{http.server_port}", asked=asked, root=root)
-    http.shutdown()
-
-
-def python(words, place, address):
-    """Run Python in a process of its own: huggingface_hub reads its environment once -> (exit code, stdout, stderr)."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= dict(PYTHONPATH=str(HOME), HF_ENDPOINT=address, HF_HOME=str(place / "hf"), no_proxy="127.0.0.1")
-    result = subprocess.run([sys.executable, *words], cwd=place, env=environment, capture_output=True, text=True)
-    return result.returncode, result.stdout, result.stderr
-
-
-STEPS = """
-import sys
-from snug.pretrained.hub import hub_name, local_folder
-for name in sys.argv[1:]:
-    folder = local_folder(name.removeprefix("-"), weights=name[0] != "-")
-    print(hub_name(folder), *sorted(file.name for file in folder.iterdir()))
-"""
-
-
-def test_what_is_downloaded(server, tmp_path):
-    name = "tiny/shards"
-    ours = {file.name for file in server.root.glob(f"{name}/*.json")}
-    weights = {file.name for file in server.root.glob(f"{name}/model*.safetensors")}
-    server.asked.clear()
-    code, out, err = python(["-c", STEPS, f"-{name}", name], tmp_path, server.address)
-    small, out = out.splitlines(keepends=True)
-    assert (code, small) == (0, f"{name}@{NEW} {' '.join(sorted(ours))}\n"), err
-    assert out == f"{name}@{NEW} {' '.join(sorted(ours | weights))}\n"
-    files = [path.rpartition("/")[2] for path in server.asked if "/resolve/" in path]
-    assert {*files} == ours | weights and {*files[: 2 * len(ours)]} == ours  # HEAD, then GET
-    branch = [path for path in server.asked if path.endswith("/main")]
-    assert len(branch) == 2  # its commit is that of the weights, wherever the branch goes meanwhile
-    server.asked.clear()
-    code, again, err = python(["-c", STEPS, f"{name}@{NEW}"], tmp_path, server.address)
-    assert (code, again, server.asked) == (0, out, []), err
-    lost = max(tmp_path.glob(f"hf/hub/models--tiny--*/snapshots/{NEW}/model*.safetensors"))
-    lost.resolve().unlink()  # as if the download had been stopped
-    lost.unlink()
-    code, again, err = python(["-c", STEPS, f"{name}@{NEW}"], tmp_path, server.address)
-    assert (code, again, {*server.asked}) == (0, out, {f"{name}/resolve/{NEW}/{lost.name}"}), err
-
-
-BASE = """
-from pathlib import Path
-from snug.pretrained.adapters import find_base
-for weights in (False, True):
-    print(*sorted(file.name for file in find_base(Path("adapters"), weights)[0].iterdir()))
-"""
-
-
-def test_the_weights_of_an_adapters_base_are_downloaded_when_they_are_wanted(server, tmp_path):
-    (tmp_path / "adapters").mkdir()
-    config = dict(peft_type="LORA", r=2, lora_alpha=4, init_lora_weights=True, base_model_name_or_path="tiny/model")
-    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(config))
-    save_file({}, tmp_path / "adapters/adapter_model.safetensors")
-    small = sorted(file.name for file in server.root.glob("tiny/model/*.json"))
-    code, out, err = python(["-c", BASE], tmp_path, server.address)
-    assert (code, out.split("\n")[0].split()) == (0, small), err
-    assert out.split("\n")[1].split() == sorted([*small, "model.safetensors"])
-
-
-REFUSED = """
-import sys
-from snug.options import SnugError
-from runs.checkpoint import find_run
-for name in sys.argv[1:]:
-    try:
-        print(find_run(name))
-    except SnugError as error:
-        print(error)
-"""
-ERRORS = {
-    "tiny/gated": "is gated: accept its licence on https://huggingface.co/tiny/gated, then run `hf auth login`",
-    "tiny/missing": "is no folder here and no public model on the hub: check the name",
-    "tiny/model@nowhere": "tiny/model has no such revision: name one of its branches, tags or commits after the @",
-    "tiny/gemma": "config.json: model_type='gemma' is not supported",
-    "tiny/pickles": "has no model.safetensors and no index of several; *.bin files are pickles",
-    "tiny/gguf": "config.json: cannot be read (FileNotFoundError",
-    "tiny/a--b": "cannot be downloaded (",
+ADVISED = {  # the library's error for a name: what is said
+    "GatedRepoError": "is gated: accept its licence on https://huggingface.co/tiny/model, then run `hf auth login`",
+    "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name",
+    "RevisionNotFoundError": "tiny/model has no such revision: name one of its branches, tags or commits after the @",
+    "HFValidationError": "cannot be downloaded (",
 }
 
 
-def test_what_the_hub_refuses_is_one_line(server, tmp_path):
-    code, out, err = python(["-c", REFUSED, *ERRORS], tmp_path, server.address)
-    assert (code, out.count("\n")) == (0, len(ERRORS)), err
-    for line, (name, text) in zip(out.splitlines(), ERRORS.items(), strict=True):
-        assert text in line and (line.startswith(f"{name}: ") or name == "tiny/pickles"), line
-    assert "tiny/gemma/resolve/" + f"{NEW}/model.safetensors" not in server.asked
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """A hub with models in tmp_path/tiny, of which the cache has nothing -> what was asked of the library: a repository and
+    a revision each. Files with the names that are asked for come into the cache."""
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors, "MAX_SHARD_BYTES", 50_000)
+        save_pretrained(make_model(vocab_size=257), tmp_path / "tiny/shards", get_tokenizer("bytes"))
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
+        (tmp_path / "tiny/shards" / name).write_text(name)
+    requests = []
+
+    def snapshot_download(name, revision, allow_patterns):
+        requests.append((name, revision))
+        folder = tmp_path / f"models--{name.replace('/', '--')}/snapshots/{NEW}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (tmp_path / name).iterdir():
+            if file.name in allow_patterns:
+                shutil.copy(file, folder)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # else tiny/shards is a path
+    return requests
+
+
+def names_in(folder):
+    return {file.name for file in folder.iterdir()}
+
+
+def test_what_is_downloaded(asked, tmp_path):
+    """No weights before they are wanted, and then those of the configuration's commit, wherever the branch goes meanwhile."""
+    files = names_in(tmp_path / "tiny/shards")
+    weights = {name for name in files if name.startswith("model-")}
+    small = {name for name in files if name.endswith(".json")}
+    folder = hub.local_folder("tiny/shards", weights=False)
+    assert names_in(folder) == small and hub.hub_name(folder) == f"tiny/shards@{NEW}"
+    assert asked == [("tiny/shards", None)] and len(weights) > 1
+    assert names_in(hub.local_folder("tiny/shards")) == small | weights
+    assert asked[1:] == [("tiny/shards", None), ("tiny/shards", NEW)]
+    (folder / min(weights)).unlink()  # as if the download had been stopped
+    for missing in (1, 0):
+        before = len(asked)
+        assert names_in(hub.local_folder(f"tiny/shards@{NEW}")) == small | weights
+        assert asked[before:] == [("tiny/shards", NEW)] * (1 + missing)
+
+
+def test_the_weights_of_an_adapters_base_are_downloaded_when_they_are_wanted(asked):
+    Path("adapters").mkdir()
+    config = dict(peft_type="LORA", r=2, lora_alpha=4, init_lora_weights=True, base_model_name_or_path="tiny/shards")
+    Path("adapters/adapter_config.json").write_text(json.dumps(config))
+    save_file({}, "adapters/adapter_model.safetensors")
+    for weights in (False, True):
+        names = names_in(find_base(Path("adapters"), weights)[0])
+        assert any(name.startswith("model-") for name in names) == weights and "config.json" in names
+
+
+def test_what_the_hub_refuses_is_one_line(asked, tmp_path, monkeypatch):
+    files = dict(
+        gemma=["config.json", "model.safetensors"], pickles=["config.json", "pytorch_model.bin"], gguf=["x.gguf"]
+    )
+    for name, wanted in files.items():
+        (tmp_path / "tiny" / name).mkdir()
+        for file in wanted:
+            (tmp_path / "tiny" / name / file).write_text('{"model_type": "gemma"}')
+    shutil.copy(tmp_path / "tiny/shards/config.json", tmp_path / "tiny/pickles")
+    assert "config.json: model_type='gemma' is not supported" in refused(find_run, "tiny/gemma")
+    assert asked == [("tiny/gemma", None)]  # before its weights are downloaded
+    assert "*.bin files are pickles" in refused(find_run, "tiny/pickles")
+    assert "config.json: cannot be read (FileNotFoundError" in refused(find_run, "tiny/gguf")
+    for kind, said in ADVISED.items():
+        error = getattr(errors, kind)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error.__new__(error, "why")))
+        assert refused(find_run, NAME).startswith(f"{NAME}: {said}")
 
 
 def test_no_network_and_nothing_in_the_cache_is_one_line(tmp_path):
-    code, out, err = python([HOME / "sample.py", NAME, "--prompt=1"], tmp_path, "http://127.0.0.1:9")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(
-        f"error: {NAME}: is no folder here and not in the hub's cache, and the hub cannot be reached: "
-    )
+    """In a process of its own: the library reads its environment once."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= dict(PYTHONPATH=str(HOME), HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hf"))
+    command = [sys.executable, HOME / "sample.py", NAME, "--prompt=1"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    said = f"error: {NAME}: is no folder here and not in the hub's cache, and the hub cannot be reached: "
+    assert run.stderr.startswith(said)
