@@ -1,11 +1,13 @@
-"""Signs of life of real commands, in a pipe and in a terminal. Slow steps wait until the test has seen what it looks for."""
+"""Signs of life of real commands, in a pipe and in a terminal."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import termios
 from contextlib import suppress
+from pydoc import locate
 
 import pytest
 
@@ -99,55 +101,21 @@ def test_the_count_of_completions_rises_to_all_of_them(monkeypatch, max_batch):
     assert counts == sorted(counts) and counts[-1] == 4 and len(set(counts)) > 3
 
 
-# Runs a command that speaks ten times a second. Arguments: gates, then the command. A gate is place:function:n, whose
-# n-th call waits for a line on stdin. Before them the import of torch does.
-GATED = """
-import importlib, runpy, sys
-from snug.options import progress
-progress.FIRST = progress.EVERY = 0.1
-
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
-            sys.stdin.readline()
-        if name == "sample":  # all that a gate needs is imported
-            for gate in gates:
-                wait(*gate.split(":"))
-
-def wait(place, name, number):
-    module, _, cls = place.partition("/")
-    owner = importlib.import_module(module)
-    owner = getattr(owner, cls) if cls else owner
-    function, calls = getattr(owner, name), []
-    def gated(*arguments, **options):
-        calls.append(name)
-        if len(calls) == int(number):
-            sys.stdin.readline()
-        return function(*arguments, **options)
-    setattr(owner, name, gated)
-
-gates = sys.argv[1].split()
-sys.meta_path.insert(0, Finder())
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 TIME = r"\d\d:\d\d"
 LEFT = rf"\({TIME}, {TIME} left\)"
-GRPO = {  # gate: what is said there
-    "torch": "starting",
+GRPO = {  # place:function:n: what is said while its n-th call lasts
     "snug.pretrained.tensors:read_tensor:6": rf"making the model \({TIME}\); loading 5/14 tensors {LEFT}",
-    "snug.decoding.decode_batch/DecodeBatch:step:4": rf"GRPO 0/2 iterations \({TIME}, \? left\); eval \({TIME}\); "
+    "snug.decoding.decode_batch.DecodeBatch:step:4": rf"GRPO 0/2 iterations \({TIME}, \? left\); eval \({TIME}\); "
     rf"evaluation [1-5]/6 completions {LEFT}",
-    "runs.prepare/Prepared:score:3": rf"GRPO 0/2 iterations \({TIME}, \? left\); reward \({TIME}\)",
-    "snug.kernels.segments/Segments:__init__:3": rf"GRPO 0/2 iterations \({TIME}, \? left\); train \({TIME}\); "
+    "runs.prepare.Prepared:score:3": rf"GRPO 0/2 iterations \({TIME}, \? left\); reward \({TIME}\)",
+    "snug.kernels.segments.Segments:__init__:3": rf"GRPO 0/2 iterations \({TIME}, \? left\); train \({TIME}\); "
     rf"2/\d micro-batches {LEFT}",
     "hashlib:file_digest:2": rf"GRPO \d/2 iterations \({TIME}, .* left\); saving \({TIME}\); checking .* \({TIME}\)",
 }
-PLAN = {"torch": "starting", "snug.memory.fit:plan:4": rf"planning \({TIME}\); \d/\d options {LEFT}(; .*)?"}
+PLAN = {"snug.memory.fit:plan:4": rf"planning \({TIME}\); \d/\d options {LEFT}(; .*)?"}
 EVALUATE = {
-    "torch": "starting",
-    "snug.decoding.decode_batch/DecodeBatch:step:4": rf"evaluation [1-8]/9 completions {LEFT}",
-    "runs.prepare/Prepared:score:2": rf"evaluation 9/9 completions {LEFT}",
+    "snug.decoding.decode_batch.DecodeBatch:step:4": rf"evaluation [1-8]/9 completions {LEFT}",
+    "runs.prepare.Prepared:score:2": rf"evaluation 9/9 completions {LEFT}",
 }
 
 
@@ -163,14 +131,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def gated(gates, line, folder, **options):
-    """Start a command with these gates in `folder`."""
-    words = [sys.executable, "-c", GATED, " ".join(gates), *line.split()]
-    environment = os.environ | dict(PYTHONPATH=f"{HOME}:{folder}", OMP_NUM_THREADS="1")
-    environment.pop("COLUMNS", None)
-    return subprocess.Popen(words, cwd=folder, env=environment, stdin=subprocess.PIPE, text=True, **options)
-
-
 COMMON = "--device=cpu --task=jsonl --data_file=prompts.jsonl --chat --max_new_tokens=6"
 TRAIN = f"{HOME}/grpo.py {COMMON} --init_from=model --reward_funcs=my_rewards:slow --batch_size=2 --group_size=4 --max_iters=2 "
 TRAIN += "--eval_prompts=3 --save_interval=1 --max_tokens_per_micro_batch=40"
@@ -184,26 +144,52 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("train", "evaluate", "plan")])
-def test_each_long_step_is_named_again_and_again_in_a_pipe(folder, name):
-    line, gates = COMMANDS[name]
-    child, said = gated([gate for gate in gates if gate != "torch"], line, folder, stdout=subprocess.PIPE), []
+def test_each_long_step_is_named(folder, name, monkeypatch):
+    """As a pipe's thread says it, whatever step lasts."""
+    (line, gates), said = COMMANDS[name], {}
+
+    def noting(gate, function, number):
+        calls = []
+
+        def noted(*arguments, **options):
+            calls.append(gate)
+            if len(calls) == int(number):
+                said[gate] = "; ".join(map(shown, PHASES))
+            return function(*arguments, **options)
+
+        return noted
+
+    for gate in gates:
+        place, function, number = gate.split(":")
+        monkeypatch.setattr(f"{place}.{function}", noting(gate, getattr(locate(place), function), number))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "argv", line.split())
+    runpy.run_path(sys.argv[0], run_name="__main__")
     for gate, pattern in gates.items():
-        seen, before = 0, len(said)
-        while seen < 3:
-            said.append(child.stdout.readline().rstrip("\n"))
-            assert said[-1] and len(said) < before + 300, f"{gate} does not say {pattern}: {said[-20:]}"
-            seen += bool(re.fullmatch(pattern, said[-1]))
-        child.stdin.write("\n")
-        child.stdin.flush()
-    said += child.communicate()[0].splitlines()
-    assert child.returncode == 0, said
+        assert re.fullmatch(pattern, said[gate]), (gate, said[gate])
 
 
-QUICK = f"{HOME}/train_sft.py --device=cpu --batch_size=4 --max_iters=30 --eval_prompts=0 --save_interval=0 --out_dir="
+QUICK = f"{HOME}/train_sft.py --device=cpu --batch_size=4 --max_iters=30 --eval_prompts=0 --save_interval=0"
+# Runs a command that speaks ten times a second. The import of torch waits for a line on stdin.
+SPEAKING = """
+import runpy, sys
+from snug.options import progress
+progress.FIRST = progress.EVERY = 0.1
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.stdin.readline()
+
+sys.meta_path.insert(0, Finder())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize("console", ["terminal", "pipe"])
-def test_a_terminal_has_the_bar_a_pipe_has_the_lines(folder, console):
+def test_a_terminal_has_the_bar_a_pipe_has_the_lines(tmp_path, console):
     """Bars are on stderr, here always a terminal. A bar inside another one waits for 3 seconds."""
     import pty
 
@@ -212,9 +198,11 @@ def test_a_terminal_has_the_bar_a_pipe_has_the_lines(folder, console):
     except OSError as error:
         pytest.skip(f"no pseudo-terminal: {error}")
     termios.tcsetwinsize(terminal, (40, 80))
-    child = gated(
-        [], QUICK + console, folder, stderr=terminal, stdout=subprocess.PIPE if console == "pipe" else terminal
-    )
+    environment = os.environ | dict(PYTHONPATH=str(HOME), OMP_NUM_THREADS="1")
+    environment.pop("COLUMNS", None)
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE if console == "pipe" else terminal, stderr=terminal)
+    words = [sys.executable, "-c", SPEAKING, *QUICK.split()]
+    child = subprocess.Popen(words, cwd=tmp_path, env=environment, text=True, **pipes)
     os.close(terminal)
     seen, lines = b"", child.stdout and child.stdout.readline()
     child.stdin.write("\n")
