@@ -329,7 +329,7 @@ MUTANTS = [
     ("sampler: only the first of several stop tokens", "snug/decoding/decode_batch.py", "for stop in self.stop_tokens:", "for stop in self.stop_tokens[:1]:", "test_sample.py"),
     ("the same t for slots that started later", "snug/decoding/decode_batch.py", "bool((started == self.first_start).all())", "True", "test_sample.py"),
     ("rehearsed with one prompt slot", "snug/decoding/decode_batch.py", "n - (prompt_slots > 1)), 1)", "n), 1)", "test_sample.py"),
-    ("gpu: a step waits for the device", "snug/decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_replay.py"),
+    ("gpu: a step waits for the device", "snug/decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_fake_cuda.py"),
     ("a new sequence goes on at the old one's length", "snug/decoding/decode_batch.py", "self.t[slots] = 0", "pass", "test_sample.py"),
     ("slots that move lose their last column", "snug/decoding/decode_batch.py", "self.started[self.held].min())", "self.started[self.held].min() - 1)", "test_sample.py"),
     ("episodes: a row gets its neighbour's reply", "snug/decoding/decode_batch.py", "zip(held, lengths, ends, replies, strict=True)", "zip(held, lengths, ends, replies[1:] + replies[:1], strict=True)", "test_episodes.py"),
@@ -348,7 +348,7 @@ MUTANTS = [
     ("prompts stay where they were", "snug/decoding/kvcache.py", "tensors.append((self.prompt, prompt_slots", "tensors.append((self.prompt, prompt_slots.sort()[1]", "test_kvcache.py test_sample.py"),
     ("columns read that nobody wrote", "snug/decoding/kvcache.py", "            self.both[:, :, :slots, :, self.cleared : end] = 0\n", "", "test_kvcache.py"),
     ("scores rounded to bfloat16", "snug/decoding/kvcache.py", "dtype = torch.promote_types(self.dtype, torch.float32)", "dtype = self.dtype", "test_sample.py"),
-    ("gpu: a graph bakes a buffer that is replaced", "snug/decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_replay.py"),
+    ("gpu: a graph bakes a buffer that is replaced", "snug/decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_kernels.py"),
     ("completions stay where they were", "snug/decoding/kvcache.py", "tensor[: len(kept), :, :width] = tensor[kept, :, :width]", "pass", "test_kvcache.py test_sample.py"),
     ("episodes: positions of a reply from the prompt's end", "snug/decoding/kvcache.py", "return columns, prompt_lengths[:, None] + columns", "return columns, prompt_lengths[:, None] + place", "test_episodes.py"),
     # snug/decoding/turns.py
