@@ -223,17 +223,6 @@ def test_help_may_be_read_in_part():
 
 
 @pytest.mark.long
-def test_a_console_that_is_closed_does_not_end_the_run(tmp_path):
-    words = "train_sft.py --digits=1 --n_layer=1 --n_embd=16 --batch_size=2 --max_iters=40 --eval_prompts=0".split()
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    run = subprocess.Popen([sys.executable, *words, f"--out_dir={tmp_path}/run"], cwd=HOME, **pipes)
-    run.stdout.readline()
-    run.stdout.close()
-    assert run.wait() == 0, run.stderr.read()
-    assert len((tmp_path / "run/log.jsonl").read_text().splitlines()) == 40
-
-
-@pytest.mark.long
 def test_without_triton_plain_torch_does_everything(tmp_path):
     """As on macOS and on ARM, where triton is not installed."""
     code = "import sys; sys.modules['triton'] = None; import runpy; sys.argv = sys.argv[1:]; "

@@ -200,28 +200,6 @@ def test_nothing_is_longer_than_the_longest(options):
         assert max(len(task.demonstration(row, rng).encode()) for row in rows) <= answer
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(task="countdown", countdown_numbers="2", countdown_max_number=2), "no test prompt in 20,000 tries"),
-        (
-            dict(system_prompt="Be brief."),
-            "system_prompt='Be brief.' is of a chat; add --chat",
-        ),
-        *(
-            (dict(task="countdown", countdown_numbers=text), f"countdown_numbers='{text}': write a number from 2 to 10")
-            for text in ("5-4", "1", "3-11", "", "-4", "3-4-5")
-        ),
-        (FIELD | dict(countdown_operators="+%"), r"countdown_operators='\+%': choose from \+ - \* /"),
-        (FIELD | dict(countdown_operators=""), "countdown_operators='': choose from"),
-    ],
-)
-def test_options_that_leave_no_task(options, message):
-    with pytest.raises(SnugError, match=message) as error:
-        task_of(**options)
-    assert "\n" not in str(error.value)
-
-
 def test_a_warm_start_has_its_runs_problem(tmp_path):
     """But its own demonstrations."""
     lines = f"digits = 3\ndemonstration_noise = 0.3\nout_dir = {str(tmp_path / 'none')!r}\n"

@@ -1,7 +1,5 @@
 """Which device a run gets, what stops it, and what it is told. Drivers and GPUs are faked."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ import torch
 
 import grpo
 import training.loop
-from helpers import HOME
 from helpers.models import DEVICE
 from helpers.runs import refused
 from interpreted import compiles, cubin_resources
@@ -80,14 +77,6 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason_of_torch(h100):
     assert refused(pick_device, "auto").startswith(
         "device='auto': CUDA error: all CUDA-capable devices are busy or unavailable;"
     )
-
-
-def test_a_command_ends_with_one_line_and_2(tmp_path):
-    command = [sys.executable, "train_sft.py", "--digits=1", "--device=cuda", f"--out_dir={tmp_path}/run"]
-    end = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
-    assert end.returncode == 2 and end.stderr.count("\n") == 1
-    assert end.stderr.startswith("error: device='cuda': ") and end.stderr.endswith("or --device=cpu\n")
-    assert not (tmp_path / "run").exists()
 
 
 def test_other_devices_are_refused(h100):

@@ -415,17 +415,6 @@ def test_grpo_lifts_its_warm_start(tmp_path):
     assert all(record["logprob_diff_max"] <= 1e-4 for record in read_log(settings.out_dir))
 
 
-def test_nothing_of_a_rollout_outlives_it(tmp_path):
-    """The evaluation begins with as much memory after 1,024 completions as after 8."""
-    left = []
-    for size in (2, 256):
-        _, settings = tiny(tmp_path, init_from="", beta=0.0, batch_size=size, group_size=4, max_iters=1, eval_prompts=4)
-        settings.entropy_coef = 0.01  # each step is taken
-        grpo.main(prepare(dataclasses.replace(settings, out_dir=str(tmp_path / f"of-{size}"))))
-        left.append(read_log(tmp_path / f"of-{size}")[-1]["mem_alloc_mb_eval"])
-    assert left[0] == left[1]
-
-
 COUNT = """
 import collections, os, sys
 

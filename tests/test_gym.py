@@ -107,16 +107,6 @@ def test_exploits_given_to_scorers_that_execute(name, every, hasty, place):
 
 
 @needs_package
-def test_no_answer_changes_how_a_real_scorer_scores(task_of):
-    """The eval of string_insertion lets an answer replace the scorer, in its process and in no other."""
-    task = task_of("string_insertion")
-    row = task.prompts("train", [0])[0]
-    traitor = "[setattr(c, 'score_answer', lambda *_: 1.0) for c in __import__('reasoning_gym').dataset.ProceduralDataset.__subclasses__()]"
-    assert rewards(task, [row] * 3, [traitor, "wrong", row["answer"]]) == [0.0, 0.0, 1.0]
-    assert rewards(task, [row] * 2, ["wrong", traitor]) == [0.0, 0.0]
-
-
-@needs_package
 def test_rows_are_the_same_on_every_call_and_in_another_process(task_of, box):
     """Also those of generators with sets, global random numbers and lists."""
     names = ["leg_counting", "knights_knaves", *ODD]
@@ -234,23 +224,6 @@ def test_a_generator_that_cannot_be_used_is_refused(pretend, box, message):
     with pytest.raises(SnugError, match=message) as error:
         pretend(box)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["question", "answer"])
-def test_what_is_longer_than_the_survey_saw_is_skipped(pretend, name):
-    """Of texts of 10 to 1,008 bytes, in which the survey saw no byte more than `longest`."""
-
-    class Long(Pretended):
-        def call(self, method, items):
-            made = super().call(method, items)
-            texts = ("é" * (seed % 500) + item["answer"].zfill(10) for item, (_, seed) in zip(made, items, strict=True))
-            return [item | {name: text} for item, text in zip(made, texts, strict=True)]
-
-    task = pretend(Long())
-    rows = task.prompts("train", range(400)) + task.prompts("test", range(400))
-    prompt, answer = task.longest(None)
-    assert prompt - 200 < max(len(row["prompt"].encode()) for row in rows) <= prompt
-    assert answer - 200 < max(len(task.demonstration(row, None).encode()) for row in rows) <= answer
 
 
 @pytest.mark.parametrize(

@@ -377,19 +377,6 @@ def test_demonstrations_that_do_not_fit_are_dropped_with_their_prompts(tmp_path)
         prepare(run)
 
 
-def test_dropped_prompts_are_counted_in_the_log_and_not_evaluated(tmp_path, capsys):
-    path = long_rows(tmp_path, long=range(0, 50, 2))
-    sft, _ = tiny(tmp_path)
-    sft = of_file(sft, path, block_size=20)
-    sft = dataclasses.replace(sft, drop_long_prompts=True, max_iters=1, eval_prompts=500)
-    train_sft.main(prepare(sft))
-    prepared = prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)[0]
-    kept = len(prepared.task.rows["test"])
-    assert f"{25 - kept} prompts for training, {kept} held out, 25 too long and dropped" in capsys.readouterr().out
-    assert 0 < kept == prepared.settings.eval_prompts and all(len(prompt) < 4 for prompt in prompts_of(prepared))
-    assert prepare(dataclasses.replace(sft, resume="auto", max_iters=2)).resume
-
-
 TINY = dict(n_layer=1, n_embd=16, batch_size=8, group_size=2, max_iters=1, max_new_tokens=4, eval_prompts=0)
 
 
@@ -555,10 +542,3 @@ def test_a_file_of_one_prompt_trains_whatever_its_hash(tmp_path):
             assert task_of(path, eval_prompts=0).size("train") == n
             with pytest.raises(SnugError, match="no row is in the test split; name a test_file"):
                 task_of(path)
-
-
-def test_a_row_of_another_form_is_told_which_columns_it_has(tmp_path):
-    path = written(tmp_path, [dict(prompt=f"{i}=", completion=str(i), level=1) for i in range(9)])
-    with pytest.raises(SnugError, match="not None; rows need an answer, or --answer_column=NAME"):
-        task_of(path)
-    assert task_of(path, answer_column="completion").size("train") > 4

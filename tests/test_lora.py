@@ -16,7 +16,7 @@ from runs.checkpoint import find_run, newest
 from runs.loading import load_run, load_weights
 from runs.prepare import prepare
 from sample import sample_groups
-from settings import GRPOSettings, SFTSettings
+from settings import SFTSettings
 from snug import lora
 from snug.options import SnugError, read_settings
 from snug.pretrained.tensors import save_pretrained
@@ -206,18 +206,6 @@ def test_live_adapters_are_not_left_out_of_an_export(tmp_path):
     with pytest.raises(SnugError, match="lora.merge"):
         save_pretrained(with_adapters("gpt2"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ("--lora_rank=4", "lora_rank=4 adapts the weights of init_from; name a run"),
-        ("--lora_target_modules=up,q_proj", "lora_target_modules='q_proj' is not one of qkv, proj, up, down"),
-    ],
-)
-def test_options_that_cannot_be(options, said):
-    with pytest.raises(SnugError, match=said):
-        read_settings(GRPOSettings, options.split())
 
 
 class Casts(TorchDispatchMode):

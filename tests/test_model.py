@@ -1,7 +1,6 @@
-"""The model against a slow twin that loops over positions and heads, and the promises of its parts."""
+"""The promises of the model's parts. test_families.py compares it with plain attention and with transformers."""
 
 import gc
-import math
 
 import pytest
 import torch
@@ -14,71 +13,6 @@ from snug.kernels import segments
 from snug.kernels.layers import Embed
 from snug.kernels.segments import Segments
 from snug.memory.ledger import LiveBytes
-
-
-def slow_forward(model, tokens):
-    """tokens (T,) -> hidden (T, C): no batch, no SDPA, every head and position by itself."""
-    c, T = model.config, len(tokens)
-    x = model.embedding.weight[tokens]
-    if c.position == "learned":
-        x = x + model.position.weight[:T]
-    for block in model.blocks:
-        y = block.norm_1(x)
-        qkv = F.linear(y, block.attention.qkv.weight, block.attention.qkv.bias).view(T, -1, c.head_size)
-        heads = []
-        for h in range(c.n_head):
-            g = h // (c.n_head // c.n_kv_head)
-            q, k, v = qkv[:, h], qkv[:, c.n_head + g], qkv[:, c.n_head + c.n_kv_head + g]
-            if c.qk_norm:
-                q, k = block.attention.q_norm(q), block.attention.k_norm(k)
-            if c.position == "rotary":
-                q, k = (
-                    torch.stack([slow_rotate(row, t, c.rope_theta) for t, row in enumerate(part)]) for part in (q, k)
-                )
-            rows = []
-            for t in range(T):
-                scores = torch.stack([q[t] @ k[s] / math.sqrt(c.head_size) for s in range(t + 1)])
-                rows.append(torch.softmax(scores, 0) @ v[: t + 1])
-            heads.append(torch.stack(rows))
-        x = x + block.attention.proj(torch.cat(heads, 1))
-        y = F.linear(block.norm_2(x), block.mlp.up.weight, block.mlp.up.bias)
-        if c.mlp == "swiglu":
-            y = F.silu(y[:, : c.n_hidden]) * y[:, c.n_hidden :]
-        else:
-            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + F.linear(y, block.mlp.down.weight, block.mlp.down.bias)
-    return model.norm(x)
-
-
-def slow_rotate(x, position, theta):
-    """Each pair (i, i + D/2) as a complex number, turned by position * theta^(-2i/D)."""
-    half = len(x) // 2
-    turned = [
-        complex(x[i], x[i + half]) * complex(math.cos(a), math.sin(a))
-        for i in range(half)
-        for a in [position * theta ** (-i / half)]
-    ]
-    return torch.tensor([z.real for z in turned] + [z.imag for z in turned], dtype=x.dtype, device=x.device)
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_forward_equals_its_slow_twin(shape):
-    model = make_model(shape, dtype=torch.float64)
-    tokens = torch.randint(67, (3, 9), device=DEVICE)
-    hidden = model(tokens)
-    assert hidden.shape == (3, 9, 32)
-    for row, expected in zip(hidden, map(lambda t: slow_forward(model, t), tokens), strict=True):
-        torch.testing.assert_close(
-            row, expected, rtol=0, atol=1e-6 if shape == "llama" else 1e-10
-        )  # the rotary table is float32
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_right_padding_changes_nothing_before_it(shape):
-    model = make_model(shape, dtype=torch.float64)
-    tokens = torch.randint(67, (2, 6), device=DEVICE)
-    padded = torch.cat([tokens, torch.randint(67, (2, 5), device=DEVICE)], 1)
-    torch.testing.assert_close(model(padded)[:, :6], model(tokens))
 
 
 @pytest.mark.parametrize("shape, kind", [("gpt2", "block"), ("llama", "selective")])

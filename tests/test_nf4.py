@@ -1,6 +1,6 @@
 """NF4: the format beside bitsandbytes', the layer beside float64, and a run, plan to export.
 
-bitsandbytes 0.50.2 made tests/data/nf4.safetensors: `python tests/test_nf4.py` writes it again.
+bitsandbytes 0.50.2 made tests/data/nf4.safetensors, of the matrix in it.
 """
 
 import gc
@@ -240,16 +240,6 @@ def test_nothing_of_a_matrix_is_kept_for_backward():
     assert kept[0] == 0 < kept[1]
 
 
-def test_merged_is_the_same_function():
-    ours, _ = pair_of_models("llama", torch.float32, make_model, ["qkv"])
-    tokens = torch.arange(20, device=DEVICE)[None]
-    expected = ours(tokens).detach()
-    lora.merge(ours)
-    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
-    names = dict(make_model("llama").named_parameters()).keys()
-    assert dict(ours.named_parameters()).keys() == names and all(p.requires_grad for p in ours.parameters())
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Folders
 
@@ -461,46 +451,3 @@ def test_the_plan_is_what_a_run_takes(tmp_path, monkeypatch):
     rollout = planned.phases["rollout"][1]
     up = 1024 * 192  # the largest matrix, and a piece of it
     assert rollout["weights"] < 1.5 * 2**20 and 2 * up < rollout["dequantized weights"] < 8.1 * up
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (
-            "--base_dtype=nf4",
-            "base_dtype=nf4 freezes the weights; add adapters, such as --lora_rank=16, or leave it out",
-        ),
-        (
-            "--base_dtype=nf4 --lora_rank=4 --init_from=x --parallel=fsdp",
-            "parallel=fsdp does not support base_dtype=nf4; use --parallel=ddp",
-        ),
-        ("--base_dtype=fp4", "base_dtype='fp4' is not one of"),
-    ],
-)
-def test_options_that_cannot_be(words, said):
-    with pytest.raises(SnugError, match=said):
-        read_settings(GRPOSettings, words.split())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Written by bitsandbytes
-
-
-def write_golden():
-    """Needs bitsandbytes."""
-    import bitsandbytes.functional as theirs
-
-    weight = weights_in(torch.bfloat16, (96, 192))
-    q = their_quantize(weight)
-    golden = {"weight": weight} | {f"True.{name}": value for name, value in zip(FIELDS, q, strict=True)}
-    state = theirs.QuantState(q.scales, weight.shape, blocksize=64, quant_type="nf4", offset=q.offset)
-    state.state2 = theirs.QuantState(q.scale_scales, code=q.scale_map, blocksize=256, dtype=torch.float32)
-    state.nested = True
-    for dtype, rows in ((torch.float32, 8), (torch.bfloat16, 32)):
-        state.dtype = dtype
-        golden[f"True.{dtype}"] = theirs.dequantize_4bit(q.codes[:, None], state)[:rows].clone()
-    save_file(golden, GOLDEN)
-
-
-if __name__ == "__main__":
-    write_golden()

@@ -1,12 +1,9 @@
 """Packed rows = padded rows: loss, metrics and every gradient; and no token sees what it must not."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import grpo
 from batch import Cut
@@ -90,42 +87,6 @@ def test_packed_is_padded_step_by_step(step_size, budget):
         with padded(poison=3):
             oracle = gradient(model, rollouts, a_few(cut, 5), options, step)
         assert_same_gradient(gradient(model, rollouts, cut, options, step), oracle)
-
-
-@pytest.mark.parametrize("shape, budget", list(zip(SHAPES * 2, BUDGETS, strict=True)))
-def test_logprobs_are_the_padded_ones(shape, budget):
-    """The trainer's and the reference's, with the adapters off; 0 after the end."""
-    model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts()
-    cut, options = Cut(rollouts, 6, BUDGETS[budget], K), GRPOSettings(temperature=0.7)
-    with padded():
-        expected = frozen.trainer_logprobs(model, rollouts, a_few(cut, 1), options)
-    values = frozen.trainer_logprobs(model, rollouts, cut, options)
-    torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
-    assert (values[rollouts.mask == 1] < 0).all() and (values[rollouts.mask == 0] == 0).all()
-    lora.add(model, 4, 8.0, ["qkv", "up"]).double()
-    for module in lora.adapted(model):
-        torch.nn.init.normal_(module.lora_B)
-    training = SimpleNamespace(settings=options, reference=None, model=model, limits=None)
-    assert not torch.allclose(frozen.trainer_logprobs(model, rollouts, cut, options), values, atol=1e-3)
-    assert torch.equal(frozen.reference_logprobs(training, rollouts, cut), values)
-
-
-def groups_of(k):
-    completions = st.lists(st.integers(1, 16), min_size=k, max_size=k)
-    return st.lists(st.tuples(st.integers(1, 15), completions), min_size=1, max_size=5)
-
-
-@settings(deadline=None, max_examples=10)
-@given(st.integers(1, 4).flatmap(groups_of), st.integers(0, 60), st.sampled_from(["gpt2", "llama"]))
-def test_logprobs_are_those_of_each_sequence_alone(groups, max_tokens, shape):
-    model, rollouts = make_flat_model(shape, dtype=torch.float64), make_rollouts(groups)
-    cut = Cut(rollouts, 0, max_tokens, len(groups[0][1]))
-    values = frozen.trainer_logprobs(model, rollouts, cut, GRPOSettings())
-    with torch.no_grad():
-        for i, (p, c) in enumerate(zip(cut.prompt_lengths, cut.completion_lengths, strict=True)):
-            tokens = rollouts.tokens[i : i + 1, : p + c]
-            logp = model.logits(model(tokens)).log_softmax(-1)[0, p - 1 : -1]  # (c, V)
-            torch.testing.assert_close(values[i, :c], logp.gather(1, tokens[0, p:, None])[:, 0], rtol=0, atol=1e-12)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,11 @@ import torch
 import grpo
 import runs
 import train_sft
-from data.task import Task
 from helpers.models import DEVICE
 from helpers.peaks import COMMON, LLAMA, measured_peak, prepared_run, profiled_peak
 from helpers.rollouts import never_stop
 from runs.log import read_log
-from runs.prepare import Prepared, prepare
+from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings, SFTSettings
 from snug.device import host
@@ -30,7 +29,6 @@ from snug.memory import plan as planning
 from snug.memory.fit import Room, apply, fit, ladder, room_for, show
 from snug.memory.plan import GIB, Plan, plan
 from snug.options import SnugError, read_settings
-from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
 pytestmark = pytest.mark.skipif(
@@ -151,52 +149,6 @@ def test_the_plan_of_sft(tmp_path):
     its_plan = plan(dry_run(prepared), settings)
     train_sft.main(prepared)
     assert its_plan.peak / MIB == pytest.approx(read_log(tmp_path)[-1]["mem_max_alloc_mb"], rel=0.02)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The promise, at sizes that do not fit here.
-
-QWEN = dict(
-    norm="rmsnorm", position="rotary", rope_theta=1e6, mlp="swiglu", qkv_bias=True, block_size=2048, n_vocab=257
-)
-SHAPES = {
-    "GPT-2 124M": dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True),
-    "Qwen2.5-0.5B": QWEN | dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_hidden=4864),
-    "Qwen2.5-1.5B": QWEN | dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, n_hidden=8960),
-}
-
-
-class LongTask:
-    """Prompts of so many tokens, and answers of 768."""
-
-    settings, longest, dropped = SFTSettings(), Task.longest, ""
-
-    def __init__(self, prompt):
-        self.longest_bytes = lambda: (prompt, 767)
-
-
-def planned(shape, settings, prompt=256):
-    prepared = Prepared(settings, LongTask(prompt), get_tokenizer("bytes"), shape | dict(tie_embeddings=True), [], [])
-    return plan(dry_run(prepared), settings)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Qwen")) for name in SHAPES]
-)
-def test_grpo_is_planned_to_need_what_sft_needs(name):
-    """Both have rows of nearly the same length, 5 * (51 + 767) and 256 + 5 * 767 tokens, and learn 5 * 768 of them.
-
-    A resident reference needs its own bytes on top.
-    """
-    common = dict(device="cuda", max_tokens_per_micro_batch=4091, eval_prompts=0, checkpoint_blocks="block", **BF16)
-    options = common | dict(batch_size=8, group_size=8, max_new_tokens=768, max_rollout_batch=4)
-    sft = planned(SHAPES[name], SFTSettings(**common, batch_size=20), prompt=51)
-    references = dict(), dict(beta=0.04, reference="host"), dict(beta=0.04)
-    none, on_host, resident = (planned(SHAPES[name], GRPOSettings(**options, **more)) for more in references)
-    rollouts = 64 * (1024 * 8 + 768 * (4 + 8) + 768 * 4 + 100)
-    assert none.peak <= 1.01 * (sft.peak + rollouts) and on_host.peak <= 1.01 * (sft.peak + rollouts)
-    reference = on_host.host
-    assert abs(resident.peak - none.peak - reference) <= 0.001 * reference + rollouts
 
 
 def test_the_configs_of_the_repository_hold_what_they_promise():

@@ -35,20 +35,6 @@ def folder(saved_once, tmp_path):
     return Path(shutil.copytree(saved_once, tmp_path / "model"))
 
 
-def test_tokens_far_apart_are_told_apart_as_there(tmp_path):
-    """Llama 3's scaling: at 300 positions, where the slow frequencies differ from the plain ones."""
-    theirs = their_model("llama 3")
-    theirs.save_pretrained(tmp_path / "a")
-    tokens = torch.randint(97, (1, 300), generator=torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-    torch.testing.assert_close(logits_of(GPT.from_pretrained(tmp_path / "a"), tokens), expected, atol=1e-5, rtol=1e-5)
-    changes = dict(rope_factor=1.0, rope_low_freq_factor=2.0, rope_high_freq_factor=8.0, rope_theta=1e4)
-    for name, value in changes.items():
-        other = GPT.from_pretrained(tmp_path / "a", **{name: value})
-        assert (logits_of(other, tokens) - expected).abs().max() > 1e-3, name
-
-
 def test_a_smaller_block_size_than_the_folders_limits_the_run(tmp_path):
     save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model")
     get_tokenizer("bytes").save(tmp_path / "model")

@@ -15,7 +15,7 @@ import torch
 import streams
 import train_sft
 from batch import Cut
-from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.models import make_flat_model
 from helpers.rollouts import some_rollouts
 from helpers.runs import limits_of
 from runs.checkpoint import find_run
@@ -24,7 +24,6 @@ from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug.device.host import HOST, borrowed, new_on_host, stream_from_host
 from snug.device.kinds import MIB
-from snug.device.streams import aside, settle
 from snug.options import SnugError
 from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams, forgotten_waits
 from training import frozen
@@ -32,58 +31,7 @@ from training import frozen
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def races():
-    with fake_streams() as races:
-        yield races
-
-
 both = pytest.mark.parametrize("kind_of_streams", [fake_streams] + [nullcontext] * torch.cuda.is_available())
-
-
-def copied(source, target, to, wait=True):
-    with aside(CPU, to=to) as done:
-        target.copy_(source, non_blocking=True)
-    if wait:
-        done.wait()
-    return target
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the detector sees beside forgotten waits, and nothing where the rules are kept. `check` surrounds the op that races.
-
-
-def the_host_reads_what_is_on_its_way(mistake, check, races):
-    """Compute has waited; the host has not."""
-    x = torch.ones(8)
-    on_host = copied(x, new_on_host(x), "host")
-    if not mistake:
-        races.cuda.current_stream(CPU).synchronize()
-    with check("the host's .* reading while stream 1's copy_ writing"):
-        on_host.sum()
-
-
-def a_source_is_freed_during_its_copy(mistake, check, races):
-    x = torch.ones(8)
-    on_host = copied(x, new_on_host(x), "host", wait=False)
-    del x
-    if not mistake:
-        settle()
-    with check("compute gets memory in which stream 1's copy_ reading may be under way"):
-        assert torch.ones(8).sum().item() == 8 and on_host.sum() == 8
-
-
-def a_tensor_is_allocated_aside(mistake, check, races):
-    with check(r"\(8,\) is allocated on a side stream"), aside(CPU, to="device") if mistake else nullcontext():
-        torch.empty(8)
-
-
-@pytest.mark.parametrize("mistake", [False, True])
-@pytest.mark.parametrize(
-    "scene", [the_host_reads_what_is_on_its_way, a_source_is_freed_during_its_copy, a_tensor_is_allocated_aside]
-)
-def test_the_detector_sees(scene, mistake, races):
-    scene(mistake, lambda text: pytest.raises(Race, match=text) if mistake else nullcontext(), races)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,29 +147,6 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
     monkeypatch.setattr(*forgotten)
     with fake_streams(), pytest.raises(Race):
         frozen.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Block inputs on the host
-
-
-def gradients(offload, kind="block", micro_batches=3):
-    model = make_model("llama", n_layer=4, dtype=torch.float64)
-    model.checkpoint_blocks, model.activation_offload = kind, offload
-    tokens = torch.randint(67, (micro_batches, 2, 9), generator=torch.Generator().manual_seed(0))
-    for batch in tokens.to(DEVICE):
-        model(batch).square().sum().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("kind", ["block", "selective"])
-def test_offloaded_gradients_are_the_resident_ones(kind, races):
-    wanted = gradients(False, kind)
-    gc.collect()
-    before = HOST.current
-    found = gradients(True, kind)
-    assert HOST.current == before
-    assert len(found) == len(wanted) > 30 and all(a.equal(b) for a, b in zip(found, wanted, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

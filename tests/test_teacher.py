@@ -33,7 +33,6 @@ from training import frozen
 from training.dry_run import DryRun
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-ALL = "sampled", "reverse_kl"
 
 
 def slowly(logits, teacher_logits, temperature=1.0):
@@ -455,14 +454,3 @@ def test_missing_teachers_are_refused(places, tmp_path):
     inside = dict(teacher=str(places / "teacher"), out_dir=str(places))
     with pytest.raises(SnugError, match="teacher=.* is in out_dir=.*choose another"):
         prepare(GRPOSettings(**RUN | dict(init_from="") | inside))
-
-
-@pytest.mark.parametrize("changes, text", [
-    (dict(reward_coef=0.5), "reward_coef=0.5 without a teacher"),
-    (dict(group_size=1), "group_size=1 compares no rewards; use 2 or more"),
-    (dict(group_size=1, teacher="x"), "group_size=1 compares no rewards"),
-    (dict(parallel="fsdp", teacher="x", teacher_device="host"), "parallel=fsdp does not support teacher_device=host; use --parallel=ddp"),
-])  # fmt: skip
-def test_options_that_do_not_fit_are_refused(changes, text):
-    with pytest.raises(SnugError, match=text):
-        GRPOSettings(**changes).check()

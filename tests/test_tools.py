@@ -294,19 +294,6 @@ def test_calls_are_read(form, text, content, calls):
     assert parse_calls(text, form, SCHEMAS) == (content, calls)
 
 
-def test_every_form_of_every_value_is_read():
-    rng = random.Random(1)
-    for _ in range(200):
-        texts = ["".join(rng.choices('a"\\{};\n<é🙂', k=rng.randrange(9))) for _ in range(2)]
-        wanted = [call("f", a=texts, b={texts[0]: None}), call("search", query=texts[1])]
-        for ascii_only in (True, False):
-            objects = [json.dumps(each["function"], ensure_ascii=ascii_only) for each in wanted]
-            blocks = "\n".join(f"<tool_call>{each}</tool_call>" for each in objects)
-            assert parse_calls("x " + blocks, "hermes", SCHEMAS) == ("x", wanted)
-            assert parse_calls(objects[0], "llama", SCHEMAS) == ("", wanted[:1])
-        assert parse_calls(f"x <search>{texts[1]}</search>", "inline", SCHEMAS) == ("x", wanted[1:])
-
-
 REAL, ASIDE = hermes("calc", expression="2+2"), hermes("calc", expression="1+1")
 TWO = [call("calc", expression="2+2")]
 LLAMA = [json.dumps(dict(name="calc", parameters=dict(expression=text))) for text in ("1+1", "2+2")]
@@ -468,21 +455,6 @@ def test_big_texts_and_names():
     assert len(call_tool(FUNCTIONS, call("big"), 10)[0]) == 10**7
     unknown = call_tool(FUNCTIONS, call("x" * 10**6), 10)[0]
     assert len(unknown) < 600 and "the tools are ok, fail, " in unknown
-
-
-def test_coroutines_share_a_loop():
-    """Also those of several threads, where they wait at the same time."""
-    here = []
-
-    async def meet():
-        here.append(1)
-        while len(here) < 8:
-            await asyncio.sleep(0.001)
-        return id(asyncio.get_running_loop())
-
-    with ThreadPoolExecutor(8) as pool:
-        loops = set(pool.map(lambda _: call_tool(dict(f=meet), call("f"), 10), range(8)))
-    assert len(loops) == 1 and not loops.pop()[1]
 
 
 class Endless:
