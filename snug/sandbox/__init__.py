@@ -1,6 +1,7 @@
 """Run a function on untrusted text, such as code that a model wrote, in confined processes.
 
-Names for others: Sandbox, of_thread, Result, SandboxError, LAYERS, LONGEST. Left out: what a target does with the text; Windows.
+Names for others: Sandbox, of_thread, Result, SandboxError, LAYERS, LONGEST. Left out: what a target does with the text;
+Windows.
 
     class Calculator:                                   # in calculator.py
         def evaluate(self, text):
