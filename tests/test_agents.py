@@ -180,7 +180,7 @@ def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
     again = grpo.train(resume=result.folder, tools=[f], environment=Cell, reward_funcs=[agents.twice], max_iters=3)
     assert len(again.log) == 3
     for wrong, message in (
-        (dict(tools=[lambda text: text]), "tool <lambda>: each argument needs a type hint"),
+        (dict(tools=[lambda text: text]), "tool <lambda> has no JSON schema"),
         (dict(environment=dict), "environment dict.reset raised AttributeError"),
     ):
         with pytest.raises(SnugError, match=message):

@@ -1,4 +1,4 @@
-"""Schemas are those of transformers; untrusted text becomes calls or text, fast; no tool stops, kills or doubles the process."""
+"""Untrusted text becomes calls or text, fast; no tool stops, kills or doubles the process."""
 
 import asyncio
 import json
@@ -105,28 +105,26 @@ class Counter:
         pass
 
 
-@pytest.mark.parametrize("function", [bare, search, every, *TOOLS.values(), Counter().increment, Counter().add])
-def test_schemas_are_those_of_transformers(function):
-    utils = pytest.importorskip("transformers.utils", reason="transformers is not installed")
-    assert schema_of(function) == utils.get_json_schema(function)
-
-
 def undescribed(a: int):
     """Add."""
 
 
-HINTS = int | str, tuple, Literal["x", 1], "NoSuchType", list[int | str]
+HINTS = tuple[int, ...], "NoSuchType"
 
 
 @pytest.mark.parametrize(
     "function", [lambda a: a, undescribed, *(tool_of("add", lambda a: a, a=hint) for hint in HINTS)]
 )
 def test_a_function_without_a_schema_is_refused(function):
-    with pytest.raises(
-        SnugError, match="^tool .*: each argument needs a type hint .* .(KeyError|ValueError|NameError)"
-    ) as error:
+    with pytest.raises(SnugError, match="^tool .* has no JSON schema; a tool needs a docstring ") as error:
         schema_of(function)
     assert "\n" not in str(error.value)
+
+
+def test_transformers_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    with pytest.raises(SnugError, match="^tools and environments need transformers: pip install transformers"):
+        schema_of(search)
 
 
 def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
