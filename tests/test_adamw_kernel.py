@@ -9,7 +9,7 @@ import torch
 from helpers.models import DEVICE
 from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
 from snug.kernels import adamw as module
-from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, noises, numbers_of
+from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, numbers_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -129,10 +129,6 @@ def test_pieces_of_a_parameter_have_the_random_bits_of_the_whole(monkeypatch):
 # The random bits.
 
 
-def correlation(a, b):
-    return float(torch.corrcoef(torch.stack([a, b]).double())[0, 1])
-
-
 def test_the_hash_is_the_published_one():
     """Values of lowbias32 computed by the C of its author, with 32-bit arithmetic."""
 
@@ -146,30 +142,6 @@ def test_the_hash_is_the_published_one():
     numbers = [0, 1, 2, 12345, 2**31 - 1, 2**31, 2**32 - 1, *range(10**9, 10**9 + 1000)]
     x = torch.tensor(numbers)
     assert mix_(x, x.clone()).tolist() == [mix(x) for x in numbers] == [lowbias32(x) for x in numbers]
-
-
-def test_noise_is_uniform_and_independent():
-    """Every bit is set half of the time, and the numbers of a weight, of neighbours, of other parameters and of other
-    steps are not correlated: within 5 standard deviations."""
-    n, first = 2**18, 3 * 2**20
-
-    def drawn(key):
-        return [x.clone() for x in noises(key, first, *torch.empty(2, n, dtype=torch.int64))]
-
-    ours = drawn(key_of(1337, 500, 40))
-    for x in ours:
-        assert 0 <= int(x.min()) < 16 and 2**16 - 16 < int(x.max()) < 2**16
-        for bit in range(16):
-            assert float((x >> bit & 1).double().mean()) == pytest.approx(0.5, abs=2.5 / n**0.5)
-        assert float(torch.bincount(x >> 8, minlength=256).double().std()) == pytest.approx(32, rel=0.25)
-    others = [y for steps in (499, 501) for y in drawn(key_of(1337, steps, 40))]
-    others += [y for parameter in (39, 41) for y in drawn(key_of(1337, 500, parameter))]
-    others += [x[1:] for x in ours] + [x[32:] for x in ours] + [x[1024:] for x in ours]
-    for number, x in enumerate(ours):
-        for y in [*ours[:number], *others]:
-            for shift in (0, 12):  # the upper bits decide most; all count
-                a, b = x[: len(y)] >> shift, y >> shift
-                assert abs(correlation(a, b)) < 5 / n**0.5
 
 
 def test_steps_parameters_and_seeds_have_keys_of_their_own():

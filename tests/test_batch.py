@@ -1,7 +1,6 @@
 """Micro-batches: the worked example, the budget, and every completion token exactly once."""
 
 import random
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from batch import Cut, Sequences, make_micro_batch
 from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.rollouts import as_on_cuda, some_rollouts
 from settings import GRPOSettings, SFTSettings
-from snug.device.cuda import padded, upload
+from snug.device.cuda import padded
 from snug.device.processes import OneProcess
 from training import frozen
 
@@ -203,11 +202,3 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
     with Calls() as calls:
         make_micro_batch(rollouts, cut.steps[0][0], cut)
     assert calls.names.count("lift_fresh") == 1  # a tensor made from numbers of the host
-
-
-def test_an_upload_to_cuda_is_pinned():
-    assert upload([3, 1, 2], torch.device("cpu")).tolist() == [3, 1, 2]
-    with patch("snug.device.cuda.torch.as_tensor") as tensor:
-        upload([3, 1, 2], torch.device("cuda"))
-    tensor.assert_called_once_with([3, 1, 2], dtype=torch.long)
-    tensor.return_value.pin_memory.return_value.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)

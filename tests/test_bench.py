@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers import HOME
-from model import make_model
 from snug.device.pick import pick_device
 from snug.kernels.nf4 import FEW
 
@@ -46,22 +44,6 @@ def bench(monkeypatch):
     """Put bench/ on the path, after the project: both have a `logprobs` and a `memory`."""
     monkeypatch.syspath_prepend(HOME / "bench")
     monkeypatch.syspath_prepend(HOME)
-
-
-@pytest.fixture
-def iteration(bench):
-    return importlib.import_module("iteration")
-
-
-@pytest.mark.parametrize("case", ["ragged", "uniform"])
-def test_the_stop_token_has_the_same_probability_everywhere(iteration, case):
-    """A GPT-2 and a Qwen2, with the embedding as head."""
-    torch.manual_seed(0)
-    model = make_model(iteration.CASES["tiny"][case][0], "cpu")
-    iteration.set_stop_probability(model, 63, 1 / 6)
-    with torch.no_grad():
-        probability = model.logits(model(torch.randint(63, (4, 50)))).softmax(-1)[..., 63]
-    assert 0.15 < probability.min() and probability.max() < 0.185, (probability.min(), probability.max())
 
 
 # The aims of a step in a dry run.

@@ -149,18 +149,6 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path):
     assert ours == theirs and sum(record["gen_batches"] for record in ours) > 4
 
 
-def test_refills_are_sampled_anew():
-    """The same prompts in a second rollout get other completions: rows go on being counted."""
-    model = make_flat_model("gpt2")
-    whole = sample_groups(model, [[1, 2], [4], [1, 2], [4]], 3, 8, stop_token=STOP, seed=7)
-    parts = [sample_groups(model, [[1, 2], [4]], 3, 8, stop_token=STOP, seed=7, first_row=first) for first in (0, 6)]
-    joined = Rollouts.joined(parts)
-    for name in ("tokens", "prompt_lengths", "completion_lengths", "mask", "stopped"):
-        assert getattr(joined, name).equal(getattr(whole, name)), name
-    torch.testing.assert_close(joined.sampling_logprobs, whole.sampling_logprobs)
-    assert not parts[0].tokens.equal(parts[1].tokens)
-
-
 def test_joined_and_selected_rollouts():
     """Of different widths, padded on the right with what stands in padding anyway."""
     model = make_flat_model("gpt2")

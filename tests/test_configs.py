@@ -195,7 +195,6 @@ def test_what_a_file_leaves_out_is_its_classs(tmp_path):
         assert shape.get("rope_theta", 0) == rope.get("rope_theta", 0), name
 
 
-DEEP = "[" * 500 + "]" * 500
 HOSTILE = {  # the model's name, what config.json gets (a text: as JSON)
     "an original context of 1": ("Phi-3-mini 128k", dict(original_max_position_embeddings=1)),
     "yarn's tiny factor": ("Qwen3, YaRN", dict(rope_scaling=YARN | dict(factor=1e-9))),

@@ -512,31 +512,6 @@ def test_peft_beside_the_base_is_our_model(case, targets, tmp_path):
     assert (expected - before).abs().max() > 0.1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear", r".*language_model.*\.(k_proj|down_proj)"])
-def test_adapters_of_one_with_eyes_are_read(targets, tmp_path):
-    """Those of the eyes, too, are there with PEFT's own targets, as from TRL."""
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    with_eyes().save_pretrained(tmp_path / "base")
-    theirs = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "base").eval()
-    options = peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", target_modules=targets)
-    theirs = peft.get_peft_model(theirs, options).eval()
-    for name, value in theirs.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(value, std=0.3)
-    theirs.save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
-    names = load_file(tmp_path / "adapters/adapter_model.safetensors")
-    assert any("vision" in name for name in names) == ("language" not in targets)
-    base, _, *adapters = find_base(tmp_path / "adapters")
-    ours, tokens = GPT.from_pretrained(base), tokens_of(2, 40)
-    with torch.no_grad():
-        before = ours.logits(ours(tokens))
-        read_weights(look_at_weights(base), ours, *adapters)
-        expected = theirs(input_ids=tokens, token_type_ids=torch.zeros_like(tokens)).logits
-        torch.testing.assert_close(ours.logits(ours(tokens)), expected, atol=1e-4, rtol=1e-4)
-    assert (expected - before).abs().max() > 0.1
-
-
 @some()  # test_plan.py has the other shapes
 @pytest.mark.parametrize("options", [dict(beta=0.04), dict(lora_rank=4, base_dtype="nf4")], ids=["reference", "QLoRA"])
 def test_a_run_takes_what_was_planned(pair, options, tmp_path, monkeypatch):

@@ -107,14 +107,6 @@ def test_kernels_of_a_window_skip_what_no_query_sees():
 
 
 @in_kernels
-def test_kernels_of_a_window_that_cuts_nothing():
-    """The same bits as without."""
-    its, x = make_row([(5, [14, 3])], 2, 1, 16)
-    dy = torch.randn(1, 2, x.shape[1], 16, device=DEVICE)
-    assert all(map(torch.equal, run(attend, its, x, dy, 2, its.longest), run(attend, its, x, dy, 2)))
-
-
-@in_kernels
 def test_kernels_take_any_strides_of_heads_and_tokens():
     its, x = make_row([(5, [14, 3])], 2, 1, 16)
     q, k, v = x.transpose(1, 2).split([2, 1, 1], 1)
@@ -164,16 +156,6 @@ def test_kernels_with_large_scores():
     dy = torch.randn(1, 1, x.shape[1], 16, device=DEVICE)
     for ours, exact in zip(run(attend, its, x, dy, 1), run(attend_dense, its, x.double(), dy.double(), 1), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=2e-4, atol=4 * 4.4e-4)
-
-
-@in_kernels
-def test_kernels_give_the_logarithm_of_the_sum():
-    its, x = make_row(RAGGED, 2, 1, 16)
-    q, k, v = x.transpose(1, 2).split([2, 1, 1], 1)
-    y, lse = torch.empty_like(q), torch.empty(1, 2, x.shape[1], device=DEVICE)
-    flash.forward(q, k, v, y, lse, its, 0)
-    scores = (q @ k.transpose(2, 3) / 4).masked_fill(~its.mask(), -torch.inf)
-    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
 @compiles

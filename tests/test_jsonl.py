@@ -7,7 +7,6 @@ import re
 import sys
 import zlib
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,7 +22,6 @@ from evaluate import prepare_evaluation
 from grpo import main
 from helpers.runs import tiny
 from helpers.tasks import written
-from runs.log import read_log
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug.options import SnugError, merge_options
@@ -277,28 +275,10 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_rewards_need_an_answer_or_a_function(tmp_path):
-    path = written(tmp_path, [{"prompt": str(i)} for i in range(50)])
-    run = GRPOSettings(task="jsonl", data_file=path, out_dir=str(tmp_path / "run"))
-    prepare(dataclasses.replace(run, reward_funcs=["argparse:Namespace"]))
-    with pytest.raises(SnugError, match="has no column answer to score by; name --answer_column, or --reward_funcs"):
-        prepare(run)
-
-
 def of_file(settings, path, **changes):
     """The same settings for the rows of a file."""
     changes = dict(task="jsonl", data_file=path, demonstration_noise=0.0) | changes
     return merge_options(type(settings), settings, None, set(), **changes)
-
-
-def test_what_cannot_be_scored_is_not_evaluated(tmp_path):
-    path = written(tmp_path, [{"prompt": str(i), "demonstration": "x"} for i in range(50)])
-    sft, _ = tiny(tmp_path)
-    train_sft.main(prepare(of_file(sft, path)))
-    assert not any("pass_at_1" in record for record in read_log(sft.out_dir))
-    assert not (Path(sft.out_dir) / "best").exists()
-    with pytest.raises(SnugError, match="data.jsonl:1: answer must be .* not None; rows need .* a demonstration .SFT"):
-        task_of(written(tmp_path, [{"prompt": "1"}, {"prompt": "2", "demonstration": "x"}]))
 
 
 def test_an_evaluation_asks_no_prompt_twice(tmp_path):
@@ -411,22 +391,6 @@ def test_messages_are_not_cut(tmp_path):
     evaluation.settings.max_prompt_length = 20
     with pytest.raises(SnugError, match="cuts a prompt"):
         evaluation.encode(evaluation.task.prompts("test", [0])[0]["prompt"])
-
-
-def test_a_split_without_rows(tmp_path):
-    path, out_dir = long_rows(tmp_path, long=range(50)), str(tmp_path / "run")
-    run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, drop_long_prompts=True, block_size=40)
-    with pytest.raises(
-        SnugError, match="no row is in the train split, 50 too long and dropped; shorten them, or raise"
-    ):
-        prepare(run)
-    run = SFTSettings(
-        task="jsonl", data_file=few_rows(tmp_path, "train"), out_dir=out_dir, block_size=40, eval_prompts=1
-    )
-    with pytest.raises(SnugError, match="in the test split; name a test_file, or evaluate nothing: eval_prompts=0"):
-        prepare(run)
-    run = dataclasses.replace(run, data_file=few_rows(tmp_path, "test"), eval_prompts=0)
-    assert prepare(run).task.size("train") == 1  # the last of the four
 
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import evaluate
 import grpo
 from helpers.models import DEVICE
 from helpers.peaks import prepared_run
@@ -103,30 +102,6 @@ def test_a_resumed_run_remembers(tmp_path, capsys):
     own = dataclasses.replace(resumed, max_tokens_per_micro_batch=50, max_iters=4)  # what the user changes
     grpo.main(prepare(own))
     assert read_state(newest(resumed.out_dir))["after_oom"] == {}
-
-
-@pytest.mark.long
-def test_an_evaluation_has_a_limit_of_its_own(tmp_path, monkeypatch, capsys):
-    """It is smaller after an out-of-memory, also after a resume. The rollouts' limit stays."""
-    prepared, settings = prepared_run(tmp_path, eval_prompts=8, max_iters=1, save_interval=1, **SMALL)
-    real, decoded = evaluate.sample_episodes, []
-
-    def sampled(*arguments, max_batch, **options):
-        decoded.append(max_batch)
-        if max_batch > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(*arguments, max_batch=max_batch, **options)
-
-    monkeypatch.setattr(evaluate, "sample_episodes", sampled)
-    grpo.main(prepared)
-    first = limits_of(settings, longest=prepared.longest()).max_eval_batch
-    halves = [-(-first // 2**i) for i in range(5)]  # rounded up
-    assert decoded[: len(halves)] == halves and halves[-1] == 1 and set(decoded[len(halves) :]) == {1}
-    assert read_state(newest(settings.out_dir))["after_oom"] == {"max_eval_batch": [first, 1]}
-    rollouts, real_rows = [], grpo.sample_rows
-    monkeypatch.setattr(grpo, "sample_rows", lambda *a: rollouts.append(a[-1]) or real_rows(*a))
-    grpo.main(prepare(dataclasses.replace(settings, resume="auto", max_iters=2)))
-    assert set(decoded[5:]) == {1} and rollouts == [0]
 
 
 class Counted(Limits):

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from helpers.models import DEVICE, make_model, tensor_bytes
-from helpers.runs import limits_of
 from settings import SFTSettings
 from snug.device.host import HOST
 from snug.device.kinds import PlanningMode
@@ -213,28 +212,3 @@ def test_a_forgotten_wait_is_seen(name, forgotten, races, monkeypatch):
     monkeypatch.setattr(*forgotten)
     with pytest.raises(Race):
         train(small_model({}), SFTSettings(**OPTIONS[name]), 2)
-
-
-def test_after_an_out_of_memory_in_backward_the_next_attempt_has_its_own_gradients(races):
-    model = make_model("gpt2", n_layer=2)
-    optimizer, tokens, passes = make_optimizer(model, SFTSettings(grad_offload=True)), torch.arange(20)[None], []
-    model(tokens).square().sum().backward()
-    model(tokens.flip(1)).square().sum().backward()
-    expected = {p: gradient.clone() for p, gradient in optimizer.gradients().items()}
-
-    def run_out(*_):
-        passes.append(model)
-        if len(passes) == 2:  # in the second micro-batch, when some gradients have moved and been added
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    model.blocks[0].register_full_backward_hook(run_out)
-
-    def accumulate():
-        optimizer.zero_grad()
-        for batch in (tokens, tokens.flip(1)):
-            model(batch).square().sum().backward()
-
-    limits_of(SFTSettings()).retry("optimizer", accumulate)  # which is tried once more
-    assert len(passes) == 4
-    found = optimizer.gradients()
-    assert found.keys() == expected.keys() and all(found[p].equal(expected[p]) for p in found)

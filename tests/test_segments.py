@@ -221,20 +221,6 @@ def test_attention_of_any_groups(groups, window, seed):
     assert_attention(groups, torch.float64, 1e-12, 1e-12, window, seed=seed)
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-def test_a_window_that_cuts_nothing_changes_no_bit(groups):
-    segments = Segments(GROUPS[groups])
-    *given, dy = inputs(GROUPS[groups], torch.float32)
-    expected = with_gradients(attend, given, dy, segments)
-    with patch.object(module, "band", lambda *_: pytest.fail("a mask was made")):
-        for window in (segments.longest, segments.longest + 9):
-            assert all(map(torch.equal, with_gradients(attend, given, dy, segments, window), expected))
-        T = dy.shape[2]
-        for mask in (None, torch.ones(T, T).tril().bool()):
-            plain, wide = (with_gradients(attend, given, dy, mask, window) for window in (0, T))
-            assert all(map(torch.equal, plain, wide))
-
-
 def test_groups_that_fit_their_window_take_no_mask():
     """Of a row that has others."""
     groups = [(5, [6, 9]), (3, [2, 4]), (9, [])]

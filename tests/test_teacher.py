@@ -24,7 +24,7 @@ from settings import GRPOSettings, SFTSettings
 from snug import lora
 from snug.device.host import HOST, stream_from_host
 from snug.device.kinds import MIB
-from snug.logprobs import Teacher, divergence, head_logprobs, head_loss, rows
+from snug.logprobs import Teacher, divergence, head_loss, rows
 from snug.memory.ledger import LiveBytes
 from snug.memory.plan import plan
 from snug.options import SnugError
@@ -98,41 +98,6 @@ def test_rows_of_logits_far_apart_are_finite():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The head
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, 100])
-def test_heads_against_float64(chunk_size):
-    """Log-probs, entropies and divergences weighed together, in one visit and in two; another width and padding."""
-    draw, n_vocab = torch.Generator().manual_seed(1), 60
-    hidden, weight, theirs, their_weight = (
-        torch.randn(*shape, generator=draw, dtype=F64) for shape in ((13, 8), (67, 8), (13, 12), (80, 12))
-    )
-    hidden.requires_grad_()
-    weight, targets = torch.nn.Parameter(weight), torch.randint(n_vocab, (13,), generator=draw)
-    a, b, c = torch.randn(3, 13, generator=draw, dtype=F64)
-    logits = (hidden @ weight.T)[:, :n_vocab]
-    logprobs = torch.log_softmax(logits / 0.7, -1)
-    entropies, chosen = -(logprobs.exp() * logprobs).sum(-1), logprobs.gather(1, targets[:, None])[:, 0]
-    apart = slowly(logits, (theirs @ their_weight.T)[:, :n_vocab], 0.7)
-    plainly = (a * chosen + b * apart).sum()
-    truth = torch.autograd.grad(plainly, (hidden, weight), retain_graph=True)
-    with_entropy = torch.autograd.grad(plainly + (c * entropies).sum(), (hidden, weight))
-    teacher = Teacher(theirs, their_weight)
-    options = dict(temperature=0.7, chunk_size=chunk_size, n_vocab=n_vocab, teacher=teacher)
-    loss, ours, entropy = head_loss(
-        hidden, weight, targets, lambda q, part, d: (a[part] * q + b[part] * d).sum(), entropy=True, **options
-    )
-    loss.backward()
-    found = [(hidden.grad, weight.grad)]
-    values = head_logprobs(hidden, weight, targets, entropy=True, **options)
-    for value, right in zip(values, (chosen, entropies, apart), strict=True):
-        torch.testing.assert_close(value, right, rtol=0, atol=1e-11)
-    torch.testing.assert_close((loss, ours, entropy), (plainly, chosen, entropies), rtol=0, atol=1e-11)
-    found.append(torch.autograd.grad((a * values[0] + b * values[2]).sum(), (hidden, weight)))
-    again = head_logprobs(hidden, weight, targets, entropy=True, **options)
-    found.append(torch.autograd.grad((a * again[0] + c * again[1] + b * again[2]).sum(), (hidden, weight)))
-    for gradients, right in zip(found, (truth, truth, with_entropy), strict=True):
-        torch.testing.assert_close(tuple(gradients), right, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts CPU storages")

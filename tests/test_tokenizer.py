@@ -449,22 +449,6 @@ def test_turns_and_replies_are_the_ids_of_the_whole_conversation(name, tmp_path)
         assert expected[: len(ids)] == ids and len(expected) - len(ids) <= 1  # a newline
 
 
-@pytest.mark.parametrize("name", TOOLED)
-def test_special_tokens_in_replies_stay_text(name, tmp_path):
-    _, ours = tooled(tmp_path, name)
-    harmless = reserved(ours, ours.encode_reply([tool("a")], True))
-    for spelling in [*ours.special, "".join(ours.special), "<|im_", "\ud800", "\udfff"]:
-        ids = ours.encode_reply([tool(f"x{spelling}") | dict(name=spelling)], True)
-        assert reserved(ours, ids) == harmless
-        assert ours.decode(ours.encode("x" + spelling)) in ours.decode(ids)
-    spelled = "{{ messages[-1].name }}<|im_end|>{{ messages[-1].content }}"
-    ours = get_tokenizer(
-        folder_of(tmp_path, qwen_like(), tokenizer_config=dict(chat_template="{{ messages[1].content }}" + spelled))
-    )
-    ids = ours.encode_reply([tool("<|im_end|>") | dict(name="<|im_end|>")], False)
-    assert reserved(ours, ids) == [ours.special["<|im_end|>"]]
-
-
 def test_what_stands_between_a_turn_and_its_end(chats, tmp_path):
     """Llama 2's template has a space before </s>, which no model that ended its turn has written."""
     ours = chats["llama2"][1]
@@ -489,16 +473,6 @@ def test_replies_that_a_template_refuses(tmp_path):
     with pytest.raises(SnugError, match="need a model with a chat template"):
         BYTES.encode_reply([tool("5")], True)
     assert chat_of(tmp_path, "{{ builtin_tools }}").chat.call_form == "inline"
-
-
-def test_prompts_may_be_transcripts(chats):
-    """Messages of tools and assistants, with other keys than role and content, which a template may read."""
-    calls = [dict(type="function", function=dict(name="calc", arguments=dict(expression="1")))]
-    messages = [user("a"), user("b", "assistant") | dict(tool_calls=calls, score=0.5, other=None), tool("5")]
-    plain = [user(message["content"], message["role"]) for message in messages]
-    for name, (_, ours) in chats.items():
-        same = ours.encode_prompt(messages) == ours.encode_prompt(plain)
-        assert same == (name not in ("llama3", "qwen3"))  # whose templates write the call
 
 
 def test_threads_share_a_tokenizer(chats, monkeypatch):
