@@ -11,7 +11,7 @@ from helpers.pages import CHROMIUM, make_run, make_samples, page_of
 from runs.page.charts import charts_of
 from runs.page.runs import read_run, read_runs
 from runs.page.write import island, shown
-from settings import GRPOSettings, SFTSettings
+from settings import GRPOSettings
 from snug.options import HIDDEN, SnugError, plain
 
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
@@ -84,30 +84,27 @@ def top_of(folders):
     return [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in top.split("<tr>")[1:]]
 
 
-def test_the_top_says_the_model_its_size_and_what_is_not_default():
+def test_the_top_says_what_is_not_default():
     defaults = {name: value for name, value in vars(GRPOSettings()).items() if name != "max_iters"}
-    new = make_run(Path("a"), **defaults | dict(n_layer=3, seed=7, resume="auto"))
-    changed = dict(max_iters="4", seed="7", n_layer="3", max_new_tokens="32")
-    rows = [["model", "new: n_layer=3 n_head=4 n_embd=64"], ["parameters", "1,234"]]
-    assert top_of([new]) == rows + [list(item) for item in changed.items()]
-    shaped = dict(init_from="models/<b>x", n_layer=9, beta=0.5, learning_rate=2.0, reward_funcs=["a.py:<i>"])
-    other = make_run(Path("b"), **defaults | shaped)
-    again = make_run(Path("c"), **defaults | shaped | dict(learning_rate=1e-3))
-    assert top_of([other, again]) == [
-        ["", "b", "c"],
-        ["model", *["models/&lt;b&gt;x"] * 2],
-        ["parameters", "1,234", "1,234"],
-        ["max_iters", "4", "4"],
-        ["learning_rate", "2.0", "0.001"],
-        ["reward_funcs", *["[&#34;a.py:&lt;i&gt;&#34;]"] * 2],
-        ["beta", "0.5", "0.5"],
-        ["max_new_tokens", "32", "32"],
+    other = dict(init_from="models/<b>x", learning_rate=2.0, reward_funcs=["a.py:<i>"], out_dir="b")
+    folders = [
+        make_run(Path("a"), **defaults | dict(n_layer=3)),
+        make_run(Path("b"), **defaults | other),
+        make_run(
+            Path("warm"), kind="SFT", max_iters=4, out_dir="out/grpo", gym_size=3, device="auto", eval_prompts=500
+        ),
     ]
-    # A Hugging Face model has another default than a new one: max_new_tokens is always there.
-    long = make_run(Path("d"), **defaults | dict(max_new_tokens=256))
-    assert ["max_new_tokens", "32", "256"] in top_of([other, long])
-    warm = make_run(Path("warm"), kind="SFT", **vars(SFTSettings()) | dict(max_iters=4))
-    assert ["beta", "0.5", "-"] in top_of([other, warm])
+    assert sorted(top_of(folders)) == [
+        ["", "a", "b", "warm"],
+        ["gym_size", "-", "-", "3"],
+        ["init_from", "", "models/&lt;b&gt;x", "-"],
+        ["learning_rate", "0.001", "2.0", "-"],
+        ["max_iters", *["4"] * 3],
+        ["n_layer", "3", "2", "-"],
+        ["out_dir", "out/grpo", "b", "out/grpo"],
+        ["parameters", *["1234"] * 3],
+        ["reward_funcs", "[]", "[&#34;a.py:&lt;i&gt;&#34;]", "-"],
+    ]
 
 
 def test_the_table():

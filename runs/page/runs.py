@@ -7,11 +7,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from data import TASKS
 from runs.checkpoint import refuse_missing
 from runs.log import read_lines, read_log
-from settings import GRPOSettings, ModelOptions, SFTSettings
-from snug.options import SnugError, fields, in_one_line
+from settings import GRPOSettings
+from snug.options import SnugError, in_one_line
 
 PHASES = ("rollout", "reward", "reference", "teacher", "train", "optimizer", "eval")  # of an iteration
 MOST_BYTES = 40_000_000  # of samples.jsonl in a page
@@ -32,25 +31,6 @@ class Run:
     @property
     def ended(self) -> bool:
         return self.records[-1]["iter"] + 1 >= self.settings["max_iters"]
-
-    @property
-    def model(self) -> str:
-        """Where the weights come from, or the shape of new ones."""
-        shape = [f"{name}={self.settings.get(name)}" for name in ("n_layer", "n_head", "n_embd")]
-        return self.settings.get("init_from") or f"new: {' '.join(shape)}"
-
-    @property
-    def changed(self) -> list[str]:
-        """The options that differ from the defaults, but not the shape of init_from; and max_new_tokens, whose default
-        depends on the model."""
-        task = self.settings.get("task")
-        cls = GRPOSettings if self.kind == "GRPO" else SFTSettings
-        defaults = vars(cls(task=task if task in TASKS else cls.task)) | {"max_new_tokens": None}
-        hidden = {"out_dir", "init_from", "resume", "device", "parameters"}
-        if self.settings.get("init_from"):
-            hidden |= fields(ModelOptions).keys()
-        options = self.settings.items()
-        return [name for name, value in options if value != defaults.get(name) and name not in hidden]
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -78,12 +58,13 @@ def logged(records: list[dict], name: str) -> list[float]:
 
 
 def options_of(runs: list[Run]) -> list[list[str]]:
-    """Rows of cells, one for each run: model, parameters, the options that differ from the defaults in any run."""
-    rows = [["model", *[run.model for run in runs]]]
-    rows.append(["parameters", *[f"{run.settings['parameters']:,}" for run in runs]])
-    for name in dict.fromkeys(name for run in runs for name in run.changed):
-        values = [run.settings.get(name, "-") for run in runs]
-        rows.append([name, *[v if isinstance(v, str) else json.dumps(v) for v in values]])
+    """Rows of cells, one for each run: what differs in any run from a GRPO run's defaults."""
+    defaults, rows = vars(GRPOSettings()), []
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        default = defaults.get(name)
+        if any(run.settings.get(name, default) != default for run in runs):
+            values = [run.settings.get(name, "-") for run in runs]
+            rows.append([name, *[v if isinstance(v, str) else json.dumps(v) for v in values]])
     return rows
 
 
