@@ -33,6 +33,9 @@ from snug.pretrained.tensors import fingerprint, look_at_weights
 from snug.tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
+# Files of tensors, which are large: those that will be read are compared with their checksums. A plan reads none.
+WEIGHTS = ("model.safetensors",)
+OF_A_RUN = (*WEIGHTS, "optimizer.safetensors")  # of one that goes on
 # Options that are gone, and the value with which a run goes on as it was.
 GONE = dict(
     adam_beta1=0.9,
@@ -73,10 +76,10 @@ def iteration_of(path: Path):
     return int(path.name.removeprefix(PREFIX))
 
 
-def newest(folder: str | Path, tensors: bool = True, optimizer: bool = False):
+def newest(folder: str | Path, tensors: tuple = WEIGHTS):
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
-    tensors, optimizer: as for `damage`. stderr names the damaged checkpoints that are passed over.
+    stderr names the damaged checkpoints that are passed over.
     """
     folder = Path(folder)
     refuse_missing(folder)
@@ -88,7 +91,7 @@ def newest(folder: str | Path, tensors: bool = True, optimizer: bool = False):
             f"{folder}: has no checkpoint; if it is a run, nothing was saved yet: start it again"
         )
     for path in reversed(paths):
-        problem = damage(path, tensors, optimizer)
+        problem = damage(path, tensors)
         if not problem:
             return path
         if path != paths[0]:
@@ -97,30 +100,16 @@ def newest(folder: str | Path, tensors: bool = True, optimizer: bool = False):
 
 
 def refuse_missing(folder: Path):
-    """Raises SnugError, with the command that makes it, if there is no such folder."""
-    if folder.is_dir():
-        return
-    hint = did_you_mean(str(folder), [str(place) for place in folder.parent.glob("*/")])
-    config = f"config/{folder.name}.py"
-    if find_path(config).exists():
-        script = "train_sft.py" if folder.name.startswith("sft") else "grpo.py"
-        hint = f"; python {script} {config} makes out/{folder.name}"
-    elif folder.name == "smollm2-135m-instruct":
-        hint = f"; make models/{folder.name} makes it"
-    elif folder.suffix == ".gguf":
-        hint = f"; python -m examples.gguf {folder} --to=models/{folder.stem} makes one"
-    advice = "; a model is a Hugging Face folder, or owner/name on the hub"
-    raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
+    """Raises SnugError if there is no such folder."""
+    if not folder.is_dir():
+        hint = did_you_mean(str(folder), map(str, folder.parent.glob("*/")))
+        advice = "; train it first, or name a model: a Hugging Face folder, or owner/name on the hub"
+        raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
 
 
-def damage(path: Path, tensors: bool = True, optimizer: bool = False):
-    """Compare a checkpoint's files with its manifest -> what is wrong, or None.
-
-    tensors=False: no tensors. optimizer=True: also the optimizer's, which only a run that goes on needs.
-    """
-    unread = set() if optimizer else {"optimizer.safetensors"}
-    if not tensors:
-        unread = {"model.safetensors", "optimizer.safetensors"}
+def damage(path: Path, tensors: tuple = WEIGHTS):
+    """Compare a checkpoint's files, but only these of its tensors, with its manifest -> what is wrong, or None."""
+    unread = {*OF_A_RUN} - {*tensors}
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         for name, expected in manifest.items():
@@ -145,23 +134,22 @@ def read_state(path: Path) -> dict:
     return state
 
 
-def find_run(folder: str | Path, tensors: bool = True, optimizer: bool = False) -> Checkpoint:
+def find_run(folder: str | Path, tensors: tuple = WEIGHTS) -> Checkpoint:
     """A run's `newest` checkpoint, or a Hugging Face folder whose tensors have the right names and shapes.
 
     A folder of adapters comes with its base, which has the shape; the tokenizer may be beside the adapters.
-    A model on the hub is downloaded; with tensors=False perhaps without its weights. optimizer: as for
-    `damage`. Raises SnugError.
+    A model on the hub is downloaded; without tensors perhaps without its weights. Raises SnugError.
     """
     if not folder:
         raise SnugError(
             "name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B"
         )
     found = find_path(folder)
-    path = found if found.is_dir() else local_folder(folder, tensors)
+    path = found if found.is_dir() else local_folder(folder, bool(tensors))
     if not is_pretrained(path):
-        path = newest(path, tensors, optimizer)
+        path = newest(path, tensors)
         return Checkpoint(path, read_state(path))
-    weights = base, rank, *_ = find_base(path, tensors)
+    weights = base, rank, *_ = find_base(path, bool(tensors))
     settings = GRPOSettings(task="", max_new_tokens=PRETRAINED_LENGTH, lora_rank=rank)
     state = {
         "iteration": 0,
@@ -188,7 +176,7 @@ def settings_of(checkpoint: Checkpoint) -> SFTSettings | GRPOSettings:
 def class_of_runs(cls, folders: list[str]):
     """-> cls with the options of the task of a run, or of the last run of two. Raises SnugError."""
     for folder in reversed(folders):
-        run = find_run(folder, tensors=False)
+        run = find_run(folder, tensors=())
         if task := run.state["settings"]["task"]:
             return cls.with_task(task, run.path)
     return cls

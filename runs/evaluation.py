@@ -2,7 +2,6 @@
 two of them."""
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ def prepare_evaluation(
     `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust. source: the run
     whose task and options hold; default: the folder's own.
     """
-    found = source or find_run(folder, tensors=False)
+    found = source or find_run(folder, tensors=())
     run = settings_of(found)
     settings = evaluation_settings(options, given, run)
     if not settings.task:
@@ -46,15 +45,6 @@ def prepare_evaluation(
     chosen = given | {"max_new_tokens"} if run.task else given
     prepared = prepare(settings, chosen, functions)
     prepared.settings.tokenizer = prepared.tokenizer.name
-    files = [getattr(each, "data_file", "") for each in (run, settings)]
-    if (
-        files[0] == files[1] != ""
-        and not run.test_file
-        and found.path == prepared.origin.path
-        and prepared.task.fingerprint() != found.state["data"]
-    ):
-        changed = f"data_file={run.data_file} has changed: held-out prompts may have been trained on"
-        print(f"warning: {changed}", file=sys.stderr)
     path = prepared.origin.path
     place = path.parent
     if is_pretrained(path):  # a model's folder is not ours, nor is the hub's cache
@@ -72,9 +62,9 @@ def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second:
             f"samples_file={options.samples_file}: of two models no samples are written; evaluate each alone"
         )
     options = replace(options, samples_file="none")
-    source = find_run(second, tensors=False)
+    source = find_run(second, tensors=())
     if not settings_of(source).task:
-        source = find_run(first, tensors=False)
+        source = find_run(first, tensors=())
     return [prepare_evaluation(options, given, folder, source=source)[0] for folder in (first, second)]
 
 
@@ -91,7 +81,7 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
         changes["max_new_tokens"] = 0
     elif getattr(run, "test_file", "") and "data_file" in given and "test_file" not in given:
         raise SnugError(
-            f"data_file={options.data_file}: the prompts are in the run's test_file={run.test_file}; give --test_file"
+            f"data_file={options.data_file}: the run trained on all of its file; give --test_file"
         )
     if task != run.task:
         new = GRPOSettings(task=task)

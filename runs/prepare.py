@@ -15,6 +15,8 @@ from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
 from runs.checkpoint import (
+    OF_A_RUN,
+    WEIGHTS,
     Checkpoint,
     base_of,
     checkpoints,
@@ -137,7 +139,7 @@ def find_resume(settings):
     folder = settings.out_dir if settings.resume == "auto" else settings.resume
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
         return None, None
-    resume = find_run(folder, tensors=not settings.plan, optimizer=True)
+    resume = find_run(folder, () if settings.plan else OF_A_RUN)
     if is_pretrained(resume.path):
         raise SnugError(f"resume={folder} is a model, not a run; name it as --init_from")
     before = settings_of(resume)
@@ -223,10 +225,15 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str]):
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
 
+def find_weights(name: str, settings) -> Checkpoint:
+    """init_from or the teacher. Raises SnugError."""
+    return find_run(find_path(name, settings.out_dir), () if settings.plan else WEIGHTS)
+
+
 def find_teacher(prepared: Prepared) -> Checkpoint:
     """Find the teacher. Raises SnugError if it is missing, or if its ids mean other texts."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
-    teacher = find_run(find_path(name, prepared.settings.out_dir), not prepared.settings.plan)
+    teacher = find_weights(name, prepared.settings)
     theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
     if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise SnugError(
@@ -252,7 +259,7 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
         origin = base_of(resume, init_from)
     elif init_from and (settings.beta or not resume):
         if not config or checkpoints(init_from):
-            origin = find_run(find_path(init_from, settings.out_dir), not settings.plan)
+            origin = find_weights(init_from, settings)
         if config and origin:
             refuse_other_task(settings, origin)
         if config and (not origin or origin.state["iteration"] < settings_of(origin).max_iters):

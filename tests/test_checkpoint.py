@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         damaged = [flipped, flipped, content[:at], pickle.dumps({"a": 1})][number % 4]
         file.write_bytes(damaged)
         harmless = file.name == "manifest.json" and same_json(damaged, content)
-        assert checkpoint.newest(tmp_path, optimizer=True) == (path if harmless else before)
+        assert checkpoint.newest(tmp_path, checkpoint.OF_A_RUN) == (path if harmless else before)
         file.write_bytes(content)
     notes = capsys.readouterr().err
     assert "checkpoint-000004" in notes and "; the one before is used" in notes
@@ -258,7 +258,7 @@ def test_all_files_are_compared_once_and_damaged_ones_are_not_loaded(tmp_path, m
 
     def flip(folder, name):
         """One bit of the newest checkpoint's file."""
-        file = checkpoint.newest(folder, tensors=False) / name
+        file = checkpoint.newest(folder, ()) / name
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 

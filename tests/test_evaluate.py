@@ -341,8 +341,7 @@ def test_options_come_from_the_command_then_the_run_and_another_task_has_the_def
 
 def test_another_data_file_is_refused_where_the_prompts_are_in_a_test_file():
     run = GRPOSettings(task="jsonl", data_file="a", test_file="t")
-    message = "data_file=b: the prompts are in the run's test_file=t; give --test_file"
-    with pytest.raises(SnugError, match=message):
+    with pytest.raises(SnugError, match="data_file=b: the run trained on all of its file; give --test_file"):
         changed("--data_file=b", run)
     for words, files in (("", "at"), ("--test_file=u", "au"), ("--data_file=b --test_file=", "b")):
         assert changed(words, run).data_file + changed(words, run).test_file == files
