@@ -14,7 +14,7 @@ snug/options reads them. Nothing here imports torch, so that a typo is reported 
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from data import TASKS, TaskOptions, imported
 from data.episodes import EpisodeOptions
@@ -248,64 +248,26 @@ class LossOptions:
         return self.importance_sampling_level == "sequence" or self.loss is OWN_LOSS
 
 
-class Rule(NamedTuple):
-    """If `option` has `value`, other options need values. What SFT does not have breaks no rule."""
-
-    option: str
-    value: Any
-    needs: dict
-    # given: the option with its value. other: another option as it is. needed: as it should be
-    text: str = "{given} does not support {other}; use --{needed}"
-
-
 ON_DEVICE = dict(reference="device", teacher_device="device", grad_offload=False)
-RULES = [
-    Rule("dtype", "float32", dict(param_dtype="float32")),
-    Rule("checkpoint_blocks", "none", dict(activation_offload=False)),
-    Rule(
-        "multi_objective_aggregation",
-        "normalize_then_sum",
-        dict(scale_rewards="group"),
-    ),
-    Rule(
-        "group_size",
-        1,
-        dict(reward_coef=0.0),
-        "{given} compares no rewards; use 2 or more, or a --teacher alone: --reward_coef=0",
-    ),
-    Rule(
-        "teacher",
-        "",
-        dict(reward_coef=1.0),
-        "{other} without a teacher leaves nothing else to learn; set it to 1, or name a --teacher",
-    ),
-    Rule(
-        "init_from",
-        "",
-        dict(lora_rank=0),
-        "{other} adapts the weights of init_from; name a run or a model there",
-    ),
-    Rule(
-        "lora_rank",
-        0,
-        dict(base_dtype=""),
-        "{other} freezes the weights; add adapters, such as --lora_rank=16, or leave it out",
-    ),
-    Rule("parallel", "none", dict(num_processes=1)),
-    Rule("probe", True, dict(plan=False)),
-    Rule("param_offload", True, dict(parallel="fsdp")),
-    Rule(
-        "parallel",
-        "fsdp",
-        ON_DEVICE | dict(base_dtype="", memory_budget_gb="", plan=False),
-        "{given} does not support {other}; use --parallel=ddp",
-    ),
-    Rule(  # its host has the same memory
+RULES = [  # (an option, its value, what others need to be). What SFT does not have breaks no rule.
+    ("dtype", "float32", dict(param_dtype="float32")),
+    ("checkpoint_blocks", "none", dict(activation_offload=False)),
+    ("multi_objective_aggregation", "normalize_then_sum", dict(scale_rewards="group")),
+    ("group_size", 1, dict(reward_coef=0.0)),  # it compares no rewards: a teacher alone
+    ("teacher", "", dict(reward_coef=1.0)),  # there is nothing else to learn
+    ("init_from", "", dict(lora_rank=0)),
+    ("lora_rank", 0, dict(base_dtype="")),
+    ("parallel", "none", dict(num_processes=1)),
+    ("probe", True, dict(plan=False)),
+    ("param_offload", True, dict(parallel="fsdp")),
+    ("parallel", "fsdp", ON_DEVICE | dict(base_dtype="", memory_budget_gb="", plan=False)),
+    # its host has the same memory
+    (
         "device",
         "mps",
         ON_DEVICE | dict(parallel="none", optimizer_device="device", activation_offload=False),
     ),
-    *(Rule("loss_type", name, loss.needs) for name, loss in LOSSES.items()),
+    *(("loss_type", name, loss.needs) for name, loss in LOSSES.items()),
 ]
 
 
@@ -433,14 +395,12 @@ class LoopSettings(
             raise SnugError(
                 f"memory_budget_gb={self.memory_budget_gb!r} is not auto or a number of GiB"
             )
-        for rule in RULES:
-            for name, needed in rule.needs.items():
+        for given, value, needs in RULES:
+            for name, needed in needs.items():
                 now = getattr(self, name, needed)
-                if getattr(self, rule.option, None) == rule.value and now != needed:
-                    given, other = f"{rule.option}={rule.value}", f"{name}={now}"
-                    raise SnugError(
-                        rule.text.format(given=given, other=other, needed=f"{name}={needed}")
-                    )
+                if getattr(self, given, None) == value and now != needed:
+                    problem = f"{given}={value or 'none'} does not support {name}={now}"
+                    raise SnugError(f"{problem}; use --{name}={needed}, or another {given}")
         self.check_rewards()
         if self.num_processes > self.batch_size:
             raise SnugError(

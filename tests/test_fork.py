@@ -112,7 +112,7 @@ def test_a_fork_goes_on_where_it_stopped(made, started, tmp_path, monkeypatch, c
         "--at=1": "grpo has no checkpoint after 1 iterations, but after 2, 3, 4$",
         "--learning_rate=0.01": "grpo ends after 4 iterations; go on: --max_iters=24$",
         "--at=2 --epsilon_hihg=1": "unknown option --epsilon_hihg; did you mean epsilon_high?",
-        "--at=2 --group_size=1": "group_size=1 compares no rewards",
+        "--at=2 --group_size=1": "group_size=1 does not support reward_coef=1.0",
     }.items(),
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(made, words, said, tmp_path):

@@ -90,7 +90,7 @@ def test_a_process_of_several_is_planned_by_its_share_of_the_batch():
     for options, message in (
         (dict(num_processes=2), "parallel=none does not support num_processes=2; use --num_processes=1"),
         (dict(parallel="ddp", num_processes=8, batch_size=4), "batch_size=4 is less than 8 processes"),
-        (dict(parallel="fsdp", plan=True), "parallel=fsdp does not support plan=True; use --parallel=ddp"),
+        (dict(parallel="fsdp", plan=True), "parallel=fsdp does not support plan=True; use --plan=False"),
     ):
         with pytest.raises(SnugError, match=message):
             GRPOSettings(**options).check()

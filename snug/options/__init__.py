@@ -15,6 +15,7 @@ torch, so that a typo is reported in 0.2 s. other_names.toml has the words of ot
 Left out: nested options, environment variables. Tests: tests/test_settings.py.
 """
 
+import argparse
 import ast
 import dataclasses
 import difflib
@@ -23,15 +24,12 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
-import textwrap
 import tomllib
 import types
 import typing
 from collections.abc import Iterable
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 OWN = "module:function"  # a choice that stands for any of them
@@ -249,14 +247,14 @@ def convert(text: str, kind):
         return text
 
 
-KINDS = {  # type -> as error messages name it, as --help does
-    bool: ("true or false", "true|false"),
-    int: ("a whole number", "N"),
-    float: ("a number", "X"),
-    str: ("text", "TEXT"),
-    dict: ("a JSON object", "JSON"),
-    list[str]: ("a list of names", "A,B"),
-    list[float]: ("a list of numbers", "X,Y"),
+KINDS = {  # type -> as error messages name it
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a JSON object",
+    list[str]: "a list of names",
+    list[float]: "a list of numbers",
 }
 
 
@@ -277,7 +275,7 @@ def check_value(cls, name: str, value, where: str):
         # By way of text: 10**400 becomes infinite, where float(10**400) raises.
         items = [float(str(item)) if type(item) is int else item for item in items]
     if is_list != (element is not kind) or any(type(item) is not element for item in items):
-        raise SnugError(f"{where} takes {KINDS[kind][0]}, not {value!r}")
+        raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
     limits = fields(cls)[name].metadata
     choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
     for item in items:
@@ -297,34 +295,26 @@ def help_of(cls, positional: str, everything: bool) -> str:
     usual = [*fields(cls)]
     if not everything and hasattr(cls, "usual"):
         usual = [*cls.usual.split(), *fields(cls.own_options)]
-    width = shutil.get_terminal_size().columns
-    fill = partial(textwrap.fill, width=width, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    topics = []
-    left = dict.fromkeys(usual)
-    for topic in reversed(cls.__mro__):  # an option belongs to the first class that has it
-        names = [name for name in inspect.get_annotations(topic) if name in left]
-        lines = [topic.__name__.removesuffix("Options").removesuffix("Settings") + ":"]
-        if everything and topic.__name__.endswith("Options"):
-            lines.append(fill(inspect.cleandoc(topic.__doc__)))
-        for name in names:
-            del left[name]
-            field = fields(cls)[name]
-            choices = "|".join(choice for choice in field.metadata["choices"] if choice != OWN)
-            lines.append(f"  --{name} {choices or KINDS[type_of(cls, name)[0]][1]}")
-            lines.append(fill(f"{field.metadata['meaning']} (default: {shown_default(field)})"))
-        if names:
-            topics.insert(0, "\n".join(lines) + "\n")
-    about = textwrap.fill(" ".join(cls.__doc__.split()), width)
-    head = f"usage: python {sys.argv[0]} [{positional}] [--name=value ...]\n\n{about}\n"
     hidden = len(fields(cls)) - len(usual)
-    return "\n".join([head, *topics, f"{hidden} more options: --help=all" if hidden else ""]).rstrip()
-
-
-def shown_default(field: dataclasses.Field) -> str:
-    default = field.default
-    if default is dataclasses.MISSING:
-        default = ",".join(field.default_factory())
-    return f"{default:g}" if type(default) is float else str(default).lower() or "empty"
+    parser = argparse.ArgumentParser(
+        usage=f"python {sys.argv[0]} [{positional}] [--name=value ...]",
+        description=cls.__doc__,
+        epilog=f"{hidden} more options: --help=all" if hidden else None,
+        add_help=False,
+    )
+    left, defaults = {*usual}, vars(cls())
+    for topic in cls.__mro__:
+        names = [name for name in inspect.get_annotations(topic) if name in left]
+        left -= {*names}
+        title = topic.__name__.removesuffix("Options").removesuffix("Settings")
+        group = parser.add_argument_group(title, topic.__doc__ if names and everything else None)
+        for name in names:
+            limits = fields(cls)[name].metadata
+            choices = "|".join(choice for choice in limits["choices"] if choice != OWN)
+            text = f"{limits['meaning']} (default: {defaults[name]!r})".replace("%", "%%")
+            kind = type_of(cls, name)[0].__name__.upper()
+            group.add_argument(f"--{name}", metavar=choices or kind, help=text)
+    return parser.format_help()
 
 
 @contextmanager
