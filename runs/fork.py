@@ -11,7 +11,6 @@ One branch trains after the other, in a process of grpo.py. The same command goe
 Left out: several processes (torchrun); a comparison, which report.py makes. Tests: tests/test_fork.py.
 """
 
-import json
 import shlex
 import shutil
 import signal
@@ -63,12 +62,10 @@ def main(settings: ForkSettings, given: set[str], folder: str):
     if at >= run.max_iters:
         raise SnugError(f"{folder} ends after {run.max_iters} iterations; go on: --max_iters={at + 20}")
 
-    words = {}
+    of_both, other = [], []
     for name, value in changed.items():
-        text = json.dumps(value) if isinstance(value, dict) else value
-        words[name] = f"{name}={','.join(map(str, value)) if isinstance(value, list) else text}"
-    of_both = [word for name, word in words.items() if name in OF_BOTH]
-    other = [word for name, word in words.items() if name not in OF_BOTH]
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        (of_both if name in OF_BOTH else other).append(f"{name}={text}")
     arms = {"same": of_both, ",".join(other).replace("/", "_") or "same": of_both + other}
     place = settings.out_dir if "out_dir" in given else f"{Path(folder)}-at{at}"
     for seed in range(run.seed, run.seed + settings.seeds):

@@ -152,20 +152,16 @@ class Saver:
             error.args = (f"--resume=auto goes on from {newest_name(self.folder)}",)
             raise
         except Exception:
-            unchanged = iteration > 0 and self.optimizer.steps == steps
-            alone = self.processes.rank == 0 and not self.processes.sharded  # the others may be gone
-            if unchanged and alone:
-                self.rescue(iteration, progress)
+            unchanged = 0 < iteration != self.saved and self.optimizer.steps == steps
+            if (
+                unchanged and self.processes.rank == 0 and not self.processes.sharded
+            ):  # the others may be gone
+                with suppress(Exception):  # the error below is the one to raise
+                    self.write(iteration, progress, last=True)
+            self.say(
+                f"stopped by the error below; --resume=auto goes on from {newest_name(self.folder)}"
+            )
             raise
-
-    def rescue(self, done: int, progress: dict):
-        """Save the state beside an error. If that fails too, warn: the first error is the one to raise."""
-        try:
-            if self.saved != done:
-                self.write(done, progress, last=True)
-            self.say(f"saved after iteration {done - 1}, before the error below; --resume=auto goes on")
-        except Exception as error:
-            self.say(f"warning: {error}")
 
 
 def best_of(paths: list[Path], scores: dict) -> Path | None:

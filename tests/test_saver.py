@@ -226,6 +226,6 @@ def test_an_iteration_that_fails_before_its_step_loses_nothing(tmp_path):
     with pytest.raises(SnugError, match="fails raised ZeroDivisionError: 'none'"):
         trained(stopped, fails)
     assert checkpoint.newest(stopped.out_dir).name == "checkpoint-000003"
-    assert "saved after iteration 2" in (tmp_path / "stopped/log.txt").read_text()
+    assert "stopped/checkpoint-000003\n" in (tmp_path / "stopped/log.txt").read_text()
     trained(dataclasses.replace(stopped, resume="auto"), reward_that_draws)
     assert figures(stopped.out_dir) == figures(settings.out_dir)
