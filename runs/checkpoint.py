@@ -188,30 +188,26 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     return get_tokenizer(str(checkpoint.path) if name.startswith("tokenizer.json") else name)
 
 
-def base_record(base: Checkpoint, out_dir: str) -> dict:
+def base_record(base: Checkpoint) -> dict:
     """What state.json says about the base weights of a LoRA run, so that `base_of` can find them again."""
-    path = hub_name(base.path)
-    return dict(path=path, from_run=os.path.relpath(path, out_dir), fingerprint=identity(base))
+    return dict(path=hub_name(base.path), fingerprint=identity(base))
 
 
 def base_of(checkpoint: Checkpoint, init_from: str = "") -> Checkpoint:
     """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
-    Looks where they were, as seen from the working folder and from the run's folder, or on the hub. Another init_from
-    must have them.
+    Looks where they were, also above the run, or on the hub. Another init_from must have them.
     """
-    base, problem = checkpoint.state["base"], "are not there"
-    places = [Path(base["path"]), checkpoint.path.parent / base["from_run"]]
+    base = checkpoint.state["base"]
+    place = find_path(base["path"], checkpoint.path)
     if init_from not in ("", checkpoint.state["settings"]["init_from"]):
-        places = [Path(init_from)]
-    for place in places:
-        if "@" in str(place) or place.exists():
-            weights = find_run(place)
-            if identity(weights) == base["fingerprint"]:
-                return weights
-            problem = f"{place} does not have"
+        place = Path(init_from)
+    if "@" in str(place) or place.exists():
+        weights = find_run(place)
+        if identity(weights) == base["fingerprint"]:
+            return weights
     raise SnugError(
-        f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {problem}; "
+        f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {place} does not have; "
         "put them back, or leave --init_from out"
     )
 

@@ -40,7 +40,8 @@ from snug.tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = list(fields(ModelOptions))
 CALLED = ["tools", "environment"]
-ADAPTERS = ["lora_rank", "lora_alpha", "lora_target_modules", "base_dtype"]
+OF_DEMONSTRATIONS = {"demonstration_noise", "tokenizer"}  # a warm start's own
+ADAPTERS = {"lora_rank", "lora_alpha", "lora_target_modules", "base_dtype"}
 
 
 @dataclass
@@ -139,17 +140,15 @@ def find_resume(settings):
     folder = settings.out_dir if settings.resume == "auto" else settings.resume
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
         return None, None
+    if not checkpoints(folder):
+        raise SnugError(
+            f"resume={folder} has no checkpoint; name a run's folder, or a model as --init_from"
+        )
     resume = find_run(folder, () if settings.plan else OF_A_RUN)
-    if is_pretrained(resume.path):
-        raise SnugError(f"resume={folder} is a model, not a run; name it as --init_from")
     before = settings_of(resume)
     if isinstance(before, GRPOSettings) != isinstance(settings, GRPOSettings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
         raise SnugError(f"{folder} is a run of {script}; continue it with python {script}")
-    if not checkpoints(folder):
-        raise SnugError(
-            f"resume={folder} is a checkpoint; name the run's folder, {Path(folder).parent}"
-        )
     return resume, before
 
 
@@ -159,15 +158,10 @@ def continued(settings, chosen: Set[str], before):
     defaults = vars(type(settings)())
     given = {name: value for name, value in vars(settings).items() if value != defaults[name]}
     given |= {name: getattr(settings, name) for name in chosen}
-    if given.get("task", before.task) != before.task:
-        raise SnugError(
-            f"{folder} cannot go on with other options: task was {before.task!r}, is {settings.task!r}; put it back, "
-            "or start anew in another out_dir"
-        )
-    processes = dict(
-        parallel=settings.parallel, num_processes=settings.num_processes
-    )  # of this machine
-    values = vars(before) | processes | given | dict(out_dir=folder, resume="auto")
+    refuse_others(folder, differences(before, settings, ["task"] if "task" in given else []))
+    values = vars(before) | given | dict(out_dir=folder, resume="auto")
+    for name in "parallel", "num_processes":  # of this machine
+        values[name] = getattr(settings, name)
     return make_settings(before.without_task, "", values)[0]  # refuses what is no choice now
 
 
@@ -235,15 +229,11 @@ def find_teacher(prepared: Prepared) -> Checkpoint:
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
     teacher = find_weights(name, prepared.settings)
     theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
-    if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
+    same = theirs.backend.get_vocab() == tokenizer.backend.get_vocab()
+    if not same or shape["vocab_size"] < tokenizer.n_vocab or shape["block_size"] < length:
         raise SnugError(
-            f"teacher={name}: its tokenizer {theirs.name} is not the model's {tokenizer.name}; name a teacher with "
-            "the same tokenizer"
-        )
-    if shape["vocab_size"] < tokenizer.n_vocab or shape["block_size"] < length:
-        raise SnugError(
-            f"teacher={name} takes {shape['vocab_size']} ids and {shape['block_size']} tokens; the run needs "
-            f"{tokenizer.n_vocab} and {length}"
+            f"teacher={name} has the tokenizer {theirs.name}, {shape['vocab_size']} ids and {shape['block_size']} "
+            f"tokens; the run needs {tokenizer.name}, {tokenizer.n_vocab} and {length}"
         )
     return teacher
 
@@ -261,7 +251,8 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
         if not config or checkpoints(init_from):
             origin = find_weights(init_from, settings)
         if config and origin:
-            refuse_other_task(settings, origin)
+            names = [name for name in settings.of_task() if name not in OF_DEMONSTRATIONS]
+            refuse_others(init_from, differences(settings_of(origin), settings, names))
         if config and (not origin or origin.state["iteration"] < settings_of(origin).max_iters):
             origin, warm_start = None, prepare_warm_start(settings, config)
     begin = warm_start.settings if warm_start else origin and settings_of(origin)
@@ -273,54 +264,39 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
     return origin, warm_start
 
 
-def refuse_other_task(settings, origin: Checkpoint):
-    """A warm start in the folder of its config may be of another task. Raises SnugError."""
-    begin = settings_of(origin)
-    for name in settings.of_task():
-        was, now = getattr(begin, name, None), getattr(settings, name)
-        if was != now and name not in ("demonstration_noise", "tokenizer"):
-            raise SnugError(
-                f"{settings.init_from} was trained with {name}={was!r}, and this run has {now!r}; move it away, then "
-                "the warm start is made anew"
-            )
+def differences(before, settings, names) -> list[str]:
+    """Options that were others before, in words."""
+    pairs = {name: (getattr(before, name, None), getattr(settings, name)) for name in names}
+    return [f"{name} was {was!r}, is {now!r}" for name, (was, now) in pairs.items() if was != now]
+
+
+def refuse_others(folder: str | Path, differ: list[str]):
+    """Raises SnugError if a run, or the warm start of another one, would go on with others."""
+    if differ:
+        raise SnugError(
+            f"{folder} cannot go on with other options: {'; '.join(differ)}; put it back, or start anew in another "
+            "folder"
+        )
 
 
 def refuse_changes(settings, task: Task, resume: Checkpoint, before):
     """A resumed run keeps its task, its data, its adapters and its model. Raises SnugError.
 
-    Weights that are no longer where they were may have moved to init_from. base_of looks at those of adapters."""
-    adapters = ADAPTERS if settings.lora_rank or before.lora_rank else []
-    differ = [
-        f"{name} was {getattr(before, name, None)!r}, is {getattr(settings, name)!r}"
-        for name in settings.of_task() + CALLED + adapters
-        if name != "tokenizer" and getattr(before, name, None) != getattr(settings, name)
-    ]
-    was, now = (find_path(each.init_from, settings.out_dir) for each in (before, settings))
-    stays = "@" in before.init_from or was.exists()
-    if stays and was.resolve() != now.resolve() and not adapters:
-        differ.append(f"init_from was {before.init_from!r}, is {settings.init_from!r}")
-    if differ:
-        problem = f"cannot go on with other options: {'; '.join(differ)}"
-    elif task.fingerprint() != resume.state["data"]:
-        problem = "is of other data: data_file, test_file or the generators' package has changed"
-    else:
-        return
-    raise SnugError(f"{resume.path} {problem}; put it back, or start anew in another out_dir")
+    Where the base of adapters is now, base_of asks."""
+    names = {*settings.of_task(), *CALLED, "init_from"} - {"tokenizer"}
+    if settings.lora_rank or before.lora_rank:
+        names = names - {"init_from"} | ADAPTERS
+    differ = differences(before, settings, sorted(names))
+    if task.fingerprint() != resume.state["data"]:
+        differ.append("data_file, test_file or the generators' package has changed")
+    refuse_others(resume.path, differ)
 
 
 def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
     """The SFT run of this config on this run's task, seed, device and dtype, resumed if it stopped. Raises
     SnugError."""
-    names = {
-        "seed",
-        "device",
-        "parallel",
-        "dtype",
-        "enforce_eager",
-        "plan",
-        *settings.of_task(),
-    }
-    names -= {"demonstration_noise", "tokenizer"}
+    names = {"seed", "device", "parallel", "dtype", "enforce_eager", "plan", *settings.of_task()}
+    names -= OF_DEMONSTRATIONS
     names |= {"memory_budget_gb"} if settings.memory_budget_gb else set()
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
     return prepare(*make_settings(SFTSettings, config, values))
@@ -343,9 +319,8 @@ def shape_and_tokenizer(
     tokenizer.set_template_kwargs(settings.chat_template_kwargs)
     rows = shape["vocab_size"] or tokenizer.n_vocab
     if rows < tokenizer.n_vocab:
-        advice = f"{place} has the tokenizer of another model" if place else "leave vocab_size out"
         raise SnugError(
-            f"vocab_size={rows}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; {advice}"
+            f"vocab_size={rows}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; a model needs its own"
         )
     return shape | dict(vocab_size=rows, n_vocab=tokenizer.n_vocab), tokenizer
 
@@ -355,15 +330,10 @@ def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_
     for name in sorted(chosen & {*SHAPE}):
         value = getattr(settings, name)
         smaller = name == "block_size" and value < expected[name]  # refuse_lengths holds to it
-        default = value == 0 and type(value) is int  # such as n_hidden: as many as the shape has
-        if value != expected[name] and not smaller and not default:
+        if value != expected[name] and not smaller:
             raise SnugError(f"{name}={value!r}, but {source} has {expected[name]!r}; leave {name} out")
-    named = settings.tokenizer  # or a folder's name, which stands for the tokenizer in it
-    if (
-        "tokenizer" in chosen
-        and named != tokenizer_name
-        and get_tokenizer(named).name != tokenizer_name
-    ):
+    named = settings.tokenizer
+    if "tokenizer" in chosen and get_tokenizer(named).name != tokenizer_name:
         raise SnugError(
             f"tokenizer={named!r}, but {source} has {tokenizer_name!r}; leave tokenizer out"
         )
@@ -393,18 +363,13 @@ def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed:
 
 def refuse_lengths(prepared: Prepared):
     """Raises SnugError if prompt and completion do not fit into block_size."""
-    settings = prepared.settings
-    prompt, completion = prepared.longest()
-    if prompt + completion <= settings.block_size:
-        return
-    length = settings.max_new_tokens
-    what = f"max_new_tokens={length}" if length else f"demonstrations of up to {completion} tokens"
-    problem = (
-        f"prompts of {settings.task} have up to {prompt} tokens; with {what} that is {prompt + completion}, "
-        f"more than block_size={settings.block_size}"
-    )
-    if prepared.task.longest_at and not settings.max_prompt_length:
-        problem += (
-            f"; the longest is {prepared.task.longest_at}; shorten it, or add --drop_long_prompts"
+    settings, (prompt, completion) = prepared.settings, prepared.longest()
+    if prompt + completion > settings.block_size:
+        what = "max_new_tokens" if settings.max_new_tokens else "demonstrations"
+        advice = ""
+        if prepared.task.longest_at and not settings.max_prompt_length:
+            advice = f"; shorten {prepared.task.longest_at}, or add --drop_long_prompts"
+        raise SnugError(
+            f"prompts of up to {prompt} tokens and {what} of up to {completion} are more than "
+            f"block_size={settings.block_size}{advice}"
         )
-    raise SnugError(problem)

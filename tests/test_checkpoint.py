@@ -306,13 +306,11 @@ def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
         SnugError, match=f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"
     ):
         prepare(*read_settings(GRPOSettings, words[:1])[:2])
-    with pytest.raises(SnugError, match="there is no such run"):
-        prepare(*read_settings(SFTSettings, [f"--resume={tmp_path}/none"])[:2])
     with pytest.raises(SnugError, match="is a run of train_sft.py; continue it with python train_sft.py"):
         prepare(dataclasses.replace(settings, out_dir=sft.out_dir, init_from="", beta=0.0, resume="auto"))
-    folder = checkpoint.newest(sft.out_dir)
-    with pytest.raises(SnugError, match=f"resume={folder} is a checkpoint; name the run's folder, {sft.out_dir}"):
-        prepare(*read_settings(SFTSettings, [f"--resume={folder}"])[:2])
+    for folder in (checkpoint.newest(sft.out_dir), tmp_path / "none"):
+        with pytest.raises(SnugError, match=f"resume={folder} has no checkpoint; name a run's folder"):
+            prepare(*read_settings(SFTSettings, [f"--resume={folder}"])[:2])
 
 
 def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
@@ -343,11 +341,8 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
                 prepare(changed, chosen)
             assert "\n" not in str(caught.value)
     again = dataclasses.replace(settings, resume="auto", max_iters=2)
-    prepare(dataclasses.replace(again, init_from=f"{tmp_path}/other/../sft", teacher=sft.out_dir))  # spelled otherwise
+    prepare(dataclasses.replace(again, teacher=sft.out_dir))
     assert prepare(dataclasses.replace(again, init_from="")).settings.init_from == sft.out_dir
-    (tmp_path / "sft").rename(tmp_path / "moved")
-    moved = prepare(dataclasses.replace(again, init_from=f"{tmp_path}/moved"))
-    assert moved.origin.path == tmp_path / "moved/checkpoint-000001"
 
 
 def test_a_run_of_several_processes_goes_on_alone_and_a_warm_start_of_another_task_is_refused(tmp_path):
@@ -364,6 +359,6 @@ def test_a_run_of_several_processes_goes_on_alone_and_a_warm_start_of_another_ta
     config.write_text(f"out_dir = {sft.out_dir!r}\nmax_iters = 1\n")
     words = [f"--init_from={config}", f"--out_dir={tmp_path / 'new'}", f"--digits={sft.digits + 1}"]
     with pytest.raises(
-        SnugError, match=f"was trained with digits={sft.digits}, and this run has {sft.digits + 1}; move"
+        SnugError, match=f"sft cannot go on with other options: digits was {sft.digits}, is {sft.digits + 1}; put"
     ):
         prepare(*read_settings(GRPOSettings, words)[:2])

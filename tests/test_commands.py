@@ -38,7 +38,7 @@ ALSO_BAD = {  # answered by the same lines of grpo.py, here in this process
     "config/grpo_smal.py": "did you mean config/grpo_small.py?",
     "--task=adition": "; did you mean addition?",
     "-seed=3": "unknown option -seed; did you mean seed?",
-    "--digits=100 --max_new_tokens=8": "prompts of addition have up to 202 tokens",
+    "--digits=100 --max_new_tokens=8": "prompts of up to 202 tokens",
     "config/grpo_small.py config/sft_small.py": "one argument too many: config/",
     "config/sft_small.py --demonstrations=1": "unknown option --demonstrations; did you mean demonstration_noise?",
 }
@@ -140,7 +140,7 @@ NO_MODEL = (
 MISSING = {  # what is missing -> how the line ends
     "--init_from=out/grpo_small": f"out/grpo_small: {NO_MODEL}",
     "config/distill_small.py": f"out/grpo_small: {NO_MODEL}",  # its teacher
-    "--resume=empty": "empty: has no checkpoint; if it is a run, nothing was saved yet: start it again",
+    "--resume=empty": "resume=empty has no checkpoint; name a run's folder, or a model as --init_from",
     "--task=countdown --chat --beta=0": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
     "config/grpo_gsm8k.py": "; README.md and config/grpo_gsm8k.py have the curl command",
     "--task=gsm8k": "; README.md and config/grpo_gsm8k.py have the curl command",

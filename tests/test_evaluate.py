@@ -295,7 +295,7 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
             "unknown option --data_file; it is an option of --task=gsm8k or jsonl or code",
         ),
         ("--task=countdown --countdown_operators=%", "countdown_operators='%'"),
-        ("--max_new_tokens=20", "with max_new_tokens=20 that is 24, more than block_size=16"),
+        ("--max_new_tokens=20", "max_new_tokens of up to 20 are more than block_size=16"),
         (
             f"--samples_file={home}/rows.jsonl/x",
             "cannot be written; name another, or --samples_file=none .(FileExists|NotADir)",

@@ -305,12 +305,10 @@ def few_rows(tmp_path, split):
 def test_the_longest_prompt_is_named(tmp_path):
     path, out_dir = long_rows(tmp_path, long={7, 20}), str(tmp_path / "run")
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, block_size=40, max_new_tokens=11)
-    said = (
-        f"have up to 30 tokens; with max_new_tokens=11 that is 41, more than block_size=40; the longest is {path}:8; "
-    )
-    with pytest.raises(SnugError, match=f"{said}shorten it, or add --drop_long_prompts"):
+    said = f"prompts of up to 30 tokens and max_new_tokens of up to 11 are more than block_size=40; shorten {path}:8, "
+    with pytest.raises(SnugError, match=f"{said}or add --drop_long_prompts"):
         prepare(run)
-    with pytest.raises(SnugError, match="that is 40, more than block_size=39$"):
+    with pytest.raises(SnugError, match="are more than block_size=39$"):
         prepare(dataclasses.replace(run, max_prompt_length=29, block_size=39))
 
 
@@ -352,7 +350,7 @@ def test_demonstrations_that_do_not_fit_are_dropped_with_their_prompts(tmp_path)
     assert prompts_of(prepared) == sorted(row["prompt"] for row in rows if row["prompt"] not in gone)
     assert prepared.longest() == (20, 20)
     with pytest.raises(
-        SnugError, match="demonstrations of up to 40 tokens that is 60, more than block_size=40; the long"
+        SnugError, match="20 tokens and demonstrations of up to 40 are more than block_size=40; shorten"
     ):
         prepare(run)
 
@@ -414,7 +412,7 @@ def test_a_resumed_run_keeps_its_data(tmp_path):
     train_sft.main(prepare(sft))
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
-    with pytest.raises(SnugError, match="is of other data: data_file, test_file or .*; put it back"):
+    with pytest.raises(SnugError, match="data_file, test_file or .* has changed; put it back"):
         prepare(dataclasses.replace(sft, resume="auto"))
 
 

@@ -163,7 +163,7 @@ def test_adapters_whose_weights_changed_broke_or_went_are_refused(sft, tmp_path)
     with pytest.raises(SnugError, match="model.safetensors is not what was written"):
         load_run(tmp_path / "run")
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(SnugError, match="which are not there; put them back"):
+    with pytest.raises(SnugError, match="base/checkpoint-000010 does not have; put them back"):
         load_run(tmp_path / "run")
 
 
@@ -179,7 +179,7 @@ def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
     (tmp_path / "a").rename(tmp_path / "b")
     load_run(tmp_path / "b" / "run")
     (tmp_path / "b" / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(SnugError, match="which are not there"):
+    with pytest.raises(SnugError, match="does not have"):
         load_run(tmp_path / "b" / "run")
     run_grpo(sft, tmp_path / "other", "--max_iters=1")
     again = tmp_path / "b" / "run", *LORA, "--resume=auto", "--max_iters=3"

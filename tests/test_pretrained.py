@@ -45,7 +45,7 @@ def test_a_smaller_block_size_than_the_folders_limits_the_run(tmp_path):
 
     theirs = read_shape(tmp_path / "model")["block_size"]
     assert shape(20)["block_size"] == shape(theirs)["block_size"] == theirs > 20
-    with pytest.raises(SnugError, match="that is 14, more than block_size=13"):
+    with pytest.raises(SnugError, match="more than block_size=13"):
         shape(13)
     with pytest.raises(SnugError, match=f"block_size={theirs + 1}, but .* has {theirs}; leave block_size out"):
         shape(theirs + 1)

@@ -94,7 +94,7 @@ def train(prepared, title, iterate, device, processes):
         with make_log(settings, title, start, device=device.type, parameters=size_of(model)) as log:
             constants = {"data": prepared.task.fingerprint()}
             if settings.lora_rank:
-                constants["base"] = base_record(prepared.origin, settings.out_dir)
+                constants["base"] = base_record(prepared.origin)
             saver = Saver(
                 settings,
                 prepared.tokenizer,

@@ -141,7 +141,7 @@ def read_settings(cls, argv: list[str], positional: str = "config", class_of_run
     cls = class_of(cls, given)
     if wants_help:
         # flush: see BrokenPipeError below
-        print(help_of(cls, positional, everything=wants_help == "all"), flush=True)
+        print(help_of(cls, positional, everything=wants_help == "all"), end="", flush=True)
         sys.exit(0)
     for flag, text in texts.items():
         name = flag.removeprefix("--")
