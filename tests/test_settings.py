@@ -12,8 +12,9 @@ import pytest
 from data import TASKS
 from helpers.files import source_files
 from helpers.runs import refused
+from runs.fork import ForkSettings
 from runs.prepare import prepare
-from settings import RULES, EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
+from settings import RULES, EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug import options
 from snug.options import SnugError, make_settings, read_settings
 
@@ -128,7 +129,7 @@ def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
     for cls in (SFTSettings, GRPOSettings, EvaluateSettings):
         said = "; it is an option of --task=countdown"
         assert refused(read_settings, cls, ["--countdown_numbers=3"]) == f"unknown option --countdown_numbers{said}"
-        said = "; it is an option of --task=gsm8k or jsonl or code"
+        said = "; it is an option of --task=gsm8k or jsonl"
         assert refused(read_settings, cls, ["--task=addition", "--data_file=3"]) == f"unknown option --data_file{said}"
         path = config(tmp_path, "digits = 1\ntask = 'jsonl'\n")
         assert (
@@ -253,7 +254,7 @@ def test_help_shows_every_option_once_with_its_default(cls, capsys):
     assert (" Run: Where a run starts" in shown) == (" --init_from " in shown)
 
 
-@pytest.mark.parametrize("cls", [*CLASSES, fork.ForkSettings, ExportSettings])
+@pytest.mark.parametrize("cls", [*CLASSES, ForkSettings, ExportSettings])
 def test_help_shows_the_usual_options_by_topic_in_80_columns(cls, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.argv", ["grpo.py"])
