@@ -292,7 +292,7 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
         (f"--data_file={home}/unscored.jsonl", "unscored.jsonl has no column answer to score by"),
         (
             "--task=countdown --data_file=x",
-            "unknown option --data_file; it is an option of --task=gsm8k or jsonl or code",
+            "unknown option --data_file; it is an option of --task=gsm8k or jsonl",
         ),
         ("--task=countdown --countdown_operators=%", "countdown_operators='%'"),
         ("--max_new_tokens=20", "max_new_tokens of up to 20 are more than block_size=16"),

@@ -142,7 +142,7 @@ def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
 
 
 # What is here not by an option's name: places, and values of options.
-NO_OPTIONS = "config lookup reasoning_gym all-linear o_proj down_proj constant_with_warmup".split()
+NO_OPTIONS = "config lookup reasoning_gym code all-linear o_proj down_proj constant_with_warmup".split()
 
 
 def test_names_of_trl_are_answered_with_ours(tmp_path):
