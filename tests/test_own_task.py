@@ -139,7 +139,7 @@ def test_a_notebook_names_the_class(work):
 
 def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
     for words in (["--help"], ["--help=all"]):
-        for task, shown in (("my_letters:Letters", "--length N"), ("countdown", "--countdown_numbers TEXT")):
+        for task, shown in (("my_letters:Letters", "--length INT"), ("countdown", "--countdown_numbers STR")):
             with pytest.raises(SystemExit):
                 read_settings(GRPOSettings, [*words, f"--task={task}"])
             out = capsys.readouterr().out
