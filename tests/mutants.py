@@ -302,7 +302,7 @@ MUTANTS = [
     ("prompts stay where they were", "snug/decoding/kvcache.py", "tensors.append((self.prompt, prompt_slots", "tensors.append((self.prompt, prompt_slots.sort()[1]", "test_kvcache.py test_sample.py"),
     ("columns read that nobody wrote", "snug/decoding/kvcache.py", "            self.both[:, :, :slots, :, self.cleared : end] = 0\n", "", "test_kvcache.py"),
     ("scores rounded to bfloat16", "snug/decoding/kvcache.py", "dtype = torch.promote_types(self.dtype, torch.float32)", "dtype = self.dtype", "test_sample.py"),
-    ("gpu: a graph bakes a buffer that is replaced", "snug/decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_kernels.py"),
+    ("gpu: a graph bakes a buffer that is replaced", "snug/decoding/kvcache.py", "self.tiles.copy_(table)", "self.tiles = table", "test_kernels.py test_graphs.py"),
     ("completions stay where they were", "snug/decoding/kvcache.py", "tensor[: len(kept), :, :width] = tensor[kept, :, :width]", "pass", "test_kvcache.py test_sample.py"),
     ("episodes: positions of a reply from the prompt's end", "snug/decoding/kvcache.py", "return columns, prompt_lengths[:, None] + columns", "return columns, prompt_lengths[:, None] + place", "test_episodes.py"),
     ("text looked for after the stop token", "snug/decoding/turns.py", "if ids[n - 1] in self.stop_tokens or", "if", "test_sample.py"),

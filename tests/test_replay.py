@@ -1,7 +1,7 @@
 """CUDA graphs of a decode step: what a recording asks of torch.cuda, here of a stand-in, and what follows one that fails.
 
-On a GPU the steps that are replayed are compared with the steps as they are. Without one test_kernels.py says that what a
-graph reads and writes stays where it is, and test_fake_cuda.py that a step waits for nothing.
+On a GPU steps that are replayed are compared with the steps as they are; without one test_graphs.py replays them on the
+CPU.
 """
 
 import gc
