@@ -282,10 +282,12 @@ def refuse_others(folder: str | Path, differ: list[str]):
 def refuse_changes(settings, task: Task, resume: Checkpoint, before):
     """A resumed run keeps its task, its data, its adapters and its model. Raises SnugError.
 
-    Where the base of adapters is now, base_of asks."""
-    names = {*settings.of_task(), *CALLED, "init_from"} - {"tokenizer"}
+    Weights that are not where they were may have moved to init_from. Of adapters' base base_of asks."""
+    names = {*settings.of_task(), *CALLED} - {"tokenizer"}
     if settings.lora_rank or before.lora_rank:
-        names = names - {"init_from"} | ADAPTERS
+        names |= ADAPTERS
+    elif "@" in before.init_from or find_path(before.init_from, settings.out_dir).exists():
+        names.add("init_from")
     differ = differences(before, settings, sorted(names))
     if task.fingerprint() != resume.state["data"]:
         differ.append("data_file, test_file or the generators' package has changed")
