@@ -187,37 +187,6 @@ def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
             grpo.train(prompts=prompts, **options | wrong)
 
 
-def test_a_row_is_the_same_in_every_episode_epoch_and_evaluation(tmp_path, monkeypatch):
-    """Whatever reset and reward functions do to it, also after a resume. A reset may change the directory, too."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    drawn, judged = [], []
-
-    class Cards:
-        def reset(self, cards, prompt, **columns):
-            drawn.append(list(cards))
-            self.card = cards.pop()
-            os.chdir(tmp_path / "elsewhere")
-
-        def get_reward(self):
-            return float(self.card)
-
-    def emptied(completions, cards, **columns):
-        judged.extend(map(list, cards))
-        for each in cards + completions:
-            each.clear()
-        return [1.0] * len(cards)
-
-    rows = [dict(prompt=f"{i}=", cards=[1, 2, 3]) for i in range(10)]
-    options = dict(n_layer=1, n_embd=16, block_size=32, max_new_tokens=3, batch_size=4, group_size=2, beta=0.0)
-    options |= dict(eval_interval=1, device=DEVICE, dtype="float32", environment=Cards, reward_funcs=[emptied])
-    run = grpo.train(prompts=rows, out_dir="run", max_iters=3, **options)
-    grpo.train(resume=run.folder, environment=Cards, reward_funcs=[emptied], max_iters=4)
-    assert len(drawn) == len(judged) > 4 * 4 * 2 and all(cards == [1, 2, 3] for cards in drawn + judged)  # two epochs
-    assert all(sample["columns"]["cards"] == [1, 2, 3] and sample["messages"] for sample in samples_of(run.folder))
-    assert [record["eval_reward_mean"] for record in run.log] == [4.0] * 4
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Kills and processes
 

@@ -1,6 +1,5 @@
 """The task code: what is a program, what judges it, and what programs that want more than to be right get."""
 
-import gzip
 import json
 import os
 import signal
@@ -132,15 +131,6 @@ def test_a_signature_alone_is_code(tmp_path, chat):
     assert rewards(task, row, completions)[0] == [1] * len(completions)
 
 
-def test_sanitized_mbpp_and_any_name_for_checks_argument(tmp_path):
-    sanitized = dict(MBPP, test_imports=["import math"], test_list=["assert f(1) == math.floor(2.5)"])
-    sanitized["prompt"], sanitized["test_setup_code"] = sanitized.pop("text"), ""
-    other = dict(HUMAN_EVAL, test=HUMAN_EVAL["test"].replace("candidate", "fn"))
-    task = task_of(written(tmp_path, [sanitized, other]))
-    for row in task.prompts("train", [0, 1]):
-        assert rewards(task, row, [task.demonstration(row, None)])[0] == [1]
-
-
 def test_what_tests_call_is_what_nobody_defines():
     setup = (
         "from math import isclose as near\ndef helper(x): return x\nclass Box: pass\nsame = near\nsame(1, near(2, 3))"
@@ -213,17 +203,6 @@ def test_what_was_cut_off_earns_nothing_with_chat(tmp_path, kind, right):
         assert task.rewards([""] * 4, [GOOD, half] * 2, stopped=[True, True, False, False], **columns) == expected
 
 
-def test_sft_needs_solutions_and_a_packed_file_is_read(tmp_path):
-    lines = json.dumps({name: value for name, value in OWN.items() if name != "canonical_solution"})
-    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    assert task_of(str(tmp_path / "data.jsonl.gz")).size("train") == 1
-    with pytest.raises(SnugError, match=r"gz:1: has no canonical_solution"):
-        make_task(
-            SFTSettings(task="examples.code:Code", data_file=str(tmp_path / "data.jsonl.gz"), eval_prompts=0),
-            demonstrations=True,
-        )
-
-
 def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
     path, missing = written(tmp_path, [OWN]), ["user", "landlock"]
     monkeypatch.setattr(code, "of_thread", lambda *_: SimpleNamespace(start=lambda: None, missing=missing))
@@ -287,16 +266,6 @@ def test_an_answer_that_json_reads_and_does_not_write():
     for depth in range(970, 1000, 2):
         line = json.dumps([f"[{'[' * depth}{']' * depth}, null]", ""]) + "\n"
         assert judged(program.format(line.encode()))["passed"] == 0
-
-
-def test_errors_arrive_under_their_names():
-    program = (
-        "def f(x, y=0):\n    if x < 0: raise ValueError('is negative')\n    raise type('Own', (Exception,), {})('mine')"
-    )
-    caught = "try:\n    f({})\nexcept {}:\n    assert f is not None\nelse:\n    assert f is None"
-    assert judged(program, [caught.format("-1", "ValueError"), caught.format("1, y=2", "Exception")])["passed"] == 1
-    assert judged(program)["error"] == "Exception: mine in assert f(1) == 2"
-    assert judged("def f(x): return missing")["error"].startswith("NameError: name 'missing' is not defined in assert")
 
 
 def caught(kind, call="f(-1)", then="True"):

@@ -140,28 +140,6 @@ def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path,
     assert text_of(get_tokenizer(str(tmp_path / "model"))).startswith("02 Feb 2031")
 
 
-def test_what_else_ends_a_completion(folder, tmp_path, rewards):
-    """A model says it in three files, its template too. A checkpoint has no config.json, and yet the same stop tokens, in the same order."""
-
-    def write(name, **change):
-        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-        (tmp_path / "model" / name).write_text(json.dumps(content | change))
-
-    shutil.copytree(folder, tmp_path / "model")
-    write("tokenizer_config.json", eos_token="<|endoftext|>")
-    write("generation_config.json", eos_token_id=256)
-    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
-    assert load_run(tmp_path / "run").tokenizer.stop_tokens == (256, 258)
-    write("tokenizer_config.json", eos_token=None)
-    write("config.json", eos_token_id=258)
-    write("generation_config.json", eos_token_id=256, top_k=3)
-    assert get_tokenizer(str(tmp_path / "model")).stop_tokens == (258, 256)
-    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
-    assert load_run(tmp_path / "run").tokenizer.stop_tokens == (258, 256)
-    generation = json.loads((newest(tmp_path / "run") / "generation_config.json").read_text())
-    assert generation == dict(eos_token_id=[258, 256], top_k=3)
-
-
 def test_out_again_to_transformers(folder, tmp_path, rewards):
     """Of a run with adapters, which are merged."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
