@@ -9,6 +9,7 @@ import torch
 
 import grpo
 import training.loop
+from helpers.errors import refusal
 from helpers.models import DEVICE
 from helpers.runs import refused
 from interpreted import compiles, cubin_resources
@@ -172,9 +173,7 @@ def test_a_budget_on_mps_is_a_share_of_what_metal_recommends(mac):
 
 def test_the_mps_that_auto_chose_refuses_what_it_cannot_do(mac):
     settings = GRPOSettings(digits=1, optimizer_device="host", plan=True)
-    with pytest.raises(
-        SnugError, match="^device=mps does not support optimizer_device=host; use --optimizer_device=device,"
-    ):
+    with refusal("^device=mps does not support optimizer_device=host; use --optimizer_device=device,"):
         training.loop.run(prepare(settings), "GRPO", grpo.iterate)
 
 

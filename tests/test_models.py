@@ -15,6 +15,7 @@ import grpo
 import runs.loading
 import train_sft
 from helpers import HOME
+from helpers.errors import refusal
 from helpers.models import CHATML, QWEN, make_chat_model
 from model import GPT, GPTConfig
 from runs.checkpoint import newest
@@ -191,9 +192,7 @@ def test_what_does_not_go_together_is_refused(folder, tmp_path):
     spec["added_tokens"] += [spec["added_tokens"][0] | dict(id=i, content=f"<|{i}|>") for i in range(259, 301)]
     (tmp_path / "large" / "tokenizer.json").write_text(json.dumps(spec))
     settings, given, _ = read_settings(GRPOSettings, [*begin, f"--init_from={tmp_path}/large"])
-    with pytest.raises(
-        SnugError, match="vocab_size=272, but the tokenizer tokenizer.json@.* has 301 ids; a model needs its own"
-    ):
+    with refusal("vocab_size=272, but the tokenizer tokenizer.json@.* has 301 ids; a model needs its own"):
         prepare(settings, given)
     (tmp_path / "large" / "tokenizer.json").unlink()
     with pytest.raises(SnugError, match="tokenizer.json"):

@@ -14,6 +14,7 @@ import evaluate
 import grpo
 import train_sft
 from data.scores import pass_rates, reward_means
+from helpers.errors import refusal
 from helpers.runs import prepared_by, progress, reward_that_draws, tiny
 from helpers.tasks import written
 from runs import checkpoint
@@ -22,7 +23,6 @@ from runs.log import read_log
 from runs.prepare import Prepared, prepare
 from runs.saver import Saver
 from settings import GRPOSettings, RewardOptions, SFTSettings
-from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
 FUNCTIONS = """
@@ -161,10 +161,7 @@ def test_the_tasks_own_score_and_other_tasks(run_folder, warm_start):
         assert summary["scores"]["pass_at_1"] == rewards == read_log(folder)[-1]["task_pass_at_1"]
         return
     for place, word in ((folder, "--reward_funcs="), (warm_start, "--seed=0")):  # SFT has no functions
-        with pytest.raises(
-            SnugError,
-            match="no column answer to score by; name --answer_column, or --reward_funcs",
-        ):
+        with refusal("no column answer to score by; name --answer_column, or --reward_funcs"):
             prepared_by(place, word)
     summary = evaluated(warm_start, "--reward_funcs=held_out_rewards:short")[0]
     assert "reward/short" in summary["means"]

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from helpers.errors import refusal
 from helpers.tokenizers import (
     FAMILIES,
     HERMES,
@@ -268,9 +269,8 @@ NO_TOKENIZER = {  # what is said: tokenizer.json
 
 @pytest.mark.parametrize("said", NO_TOKENIZER)
 def test_files_that_are_no_tokenizer(tmp_path, said):
-    with pytest.raises(SnugError, match=f"{tmp_path}: has no tokenizer that can be read .{said}") as error:
+    with refusal(f"{tmp_path}: has no tokenizer that can be read .{said}"):
         get_tokenizer(folder_of(tmp_path, NO_TOKENIZER[said]))
-    assert "\n" not in str(error.value)
 
 
 def test_a_rule_of_cutting_that_never_ends_is_one_line(tmp_path):
@@ -280,11 +280,8 @@ def test_a_rule_of_cutting_that_never_ends_is_one_line(tmp_path):
         folder_of(tmp_path, small() | dict(pre_tokenizer=split), chat_template="{{ messages[0].content }}")
     )
     for prompt in ("a" * 60 + "!", [user("a" * 60 + "!")]):
-        with pytest.raises(
-            SnugError, match=f"{tmp_path}/tokenizer.json: cannot encode a text of 61 characters"
-        ) as error:
+        with refusal(f"{tmp_path}/tokenizer.json: cannot encode a text of 61 characters"):
             ours.encode_prompt(prompt)
-        assert "\n" not in str(error.value)
     assert ours.encode_prompt("abc") and not ours.lock.locked()
 
 
@@ -384,9 +381,7 @@ def test_where_templates_stand(tmp_path):
     templates = [dict(name="tool_use", template="tool"), dict(name="default", template="the default")]
     assert rendered(tmp_path, templates) == "the default"
     for tokenizer in (chat_of(tmp_path, templates[:1]), chat_of(tmp_path, None), BYTES):
-        with pytest.raises(
-            SnugError, match="prompts of messages need a model with a chat template: name one, such as --init_from="
-        ):
+        with refusal("prompts of messages need a model with a chat template: name one, such as --init_from="):
             tokenizer.encode_prompt([user("")])
     for wrong in (5, [{}]):
         with pytest.raises(SnugError, match="has no tokenizer that can be read"):
@@ -405,9 +400,8 @@ BROKEN = [
 
 @pytest.mark.parametrize("source", BROKEN)
 def test_templates_that_fail_or_reach_for_python(tmp_path, source):
-    with pytest.raises(SnugError, match="the chat template fails .[A-Z]") as error:
+    with refusal("the chat template fails .[A-Z]"):
         rendered(tmp_path, source)
-    assert "\n" not in str(error.value)
 
 
 # -----------------------------------------------------------------------------
@@ -463,9 +457,8 @@ def test_what_stands_between_a_turn_and_its_end(chats, tmp_path):
 
 def test_replies_that_a_template_refuses(tmp_path):
     def raises(source, match, messages):
-        with pytest.raises(SnugError, match=match) as error:
+        with refusal(match):
             chat_of(tmp_path, source).encode_reply(messages, True)
-        assert "\n" not in str(error.value)
 
     only = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no\ntools') }}{% endif %}{{ m.content }}{% endfor %}"
     raises(only, "the chat template fails .TemplateError: no tools", [tool("5")])
