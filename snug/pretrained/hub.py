@@ -15,24 +15,16 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-from snug.options import SnugError, first_line
+from snug.options import in_one_line
 from snug.options.progress import phase
 from snug.pretrained.shapes import read_config
-from snug.pretrained.tensors import weight_files
 
 # Repository, owner, revision. Folders in out/ and models/ are ours, even before there is one.
 NAME = re.compile(r"(?!out/|models/)((\w[\w.-]*)/\w[\w.-]*)(?:@(.+))?")
 SNAPSHOT = re.compile(".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")  # in the cache
 FILES = """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
 chat_template.jinja model.safetensors.index.json adapter_config.json adapter_model.safetensors""".split()
-ADVICE = {  # the name of an error -> what is wrong and what to do; {0}: the repository, {1}: the error's first line
-    "GatedRepoError": "is gated: accept its licence on https://huggingface.co/{0}, then run `hf auth login`",
-    "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name, or `hf auth login`",
-    "RevisionNotFoundError": "{0} has no such revision: name one of its branches, tags or commits after the @",
-    "LocalEntryNotFoundError": "is no folder here and not in the hub's cache, and the hub cannot be reached: check the "
-    "name and the network",
-    "SnugError": "{1}",
-}
+WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors"]
 
 
 @phase("downloading")
@@ -44,25 +36,20 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     found = NAME.fullmatch(str(name))
     if not found or os.path.isdir(found[2]):
         return Path(name)
-    try:
+    with in_one_line(
+        f"{name}: is no folder here, and the hub does not give it; check name and network; a gated model needs its "
+        "licence accepted, and `hf auth login`"
+    ):
         from huggingface_hub import snapshot_download
 
         with redirect_stderr(StringIO()):  # no progress bar for small files
             folder = Path(snapshot_download(found[1], revision=found[3], allow_patterns=FILES))
-        if not (folder / "adapter_config.json").is_file():
-            read_config(folder)  # may refuse the model, before its weights are downloaded
-        files = [folder / "model.safetensors"]
-        if (folder / "model.safetensors.index.json").is_file():
-            files = weight_files(folder)
-        if weights and not all(map(Path.is_file, files)):
-            names = FILES + [file.name for file in files]
-            snapshot_download(found[1], revision=folder.name, allow_patterns=names)
-        return folder
-    except Exception as error:
-        advice = ADVICE.get(
-            type(error).__name__, "cannot be downloaded ({1}): try again, or name a folder"
-        )
-        raise SnugError(f"{name}: {advice.format(found[1], first_line(error))}") from None
+    if not (folder / "adapter_config.json").is_file():
+        read_config(folder)  # may refuse the model, before its weights are downloaded
+    if weights:
+        with in_one_line(f"{name}: its weights cannot be downloaded; try again"):
+            snapshot_download(found[1], revision=folder.name, allow_patterns=FILES + WEIGHTS)
+    return folder
 
 
 def hub_name(folder: Path) -> str:
