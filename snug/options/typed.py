@@ -1,34 +1,25 @@
 """Typed reads of a JSON object from a file that may be wrong. Tests: tests/test_pretrained.py."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from snug.options import SnugError
+from snug.options import SnugError, in_one_line
 
-LIMIT = 2**63  # what torch can count
+
+def read_object(file: Path) -> dict:
+    """The JSON object in a file. Raises SnugError."""
+    with in_one_line(f"{file}: cannot be read"):
+        return {**json.loads(file.read_bytes())}
 
 
 class Fields:
-    """Reads an object's values. Raises SnugError, with file and name, for a wrong type or an unsupported value."""
+    """Reads an object's values; `read` has their names. Raises SnugError, with file and name, for a wrong type or an
+    unsupported value."""
 
     def __init__(self, values: dict, path: Path | str):
-        """path: the file, for error messages. Raises SnugError if `values` is not an object."""
-        if type(values) is not dict:
-            raise SnugError(f"{path}: {values!r:.40} is not an object")
-        self.values, self.path = values, path
-        self.read, self.parts = set(), {}
-
-    def part(self, name: str) -> "Fields":
-        """The object `name`, empty if it is missing."""
-        values = self.get(name, dict, {})
-        return self.parts.setdefault(name, Fields(values, f"{self.path}: {name}"))
-
-    def unread(self) -> set:
-        """-> the names that nobody asked for, also those in parts; not those that are null."""
-        names = {name for name, value in self.values.items() if value is not None} - self.read
-        for name, part in self.parts.items():
-            names |= {f"{name}.{inner}" for inner in part.unread()}
-        return names
+        """path: the file, for error messages."""
+        self.values, self.path, self.read = values, path, set()
 
     def get(self, name: str, kind: type, default: Any = None):
         """-> the value of `name`, or `default` if it is missing. An integer may become a float."""
@@ -36,14 +27,13 @@ class Fields:
         value = self.values.get(name)
         if value is None and default is not None:
             return default
-        fits = type(value) is kind or kind is float and type(value) is int
-        if fits and kind in (int, float):
-            fits = 0 < value < LIMIT
-        if not fits:
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or kind in (int, float) and not value > 0:
             raise SnugError(
-                f"{self.path}: {name}={value!r:.40} is not a valid {kind.__name__}; numbers are above 0 and below 2**63"
+                f"{self.path}: {name}={value!r:.40} is not a valid {kind.__name__}; numbers are above 0"
             )
-        return float(value) if kind is float else value
+        return value
 
     def want(self, name: str, *supported):
         """Raises SnugError if the value is none of `supported`. A missing one is fine."""

@@ -29,6 +29,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from snug.options import SnugError, in_one_line
+from snug.options.typed import read_object
 from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
@@ -226,14 +227,16 @@ def byte_level(name, vocab, merges):
 
 def tokenizer_of(folder, files) -> Tokenizer:
     """A tokenizer.json and the files beside it."""
-    config = read_json(folder / "tokenizer_config.json")
-    generation = read_json(folder / "generation_config.json")
+    config, generation, model = (
+        read_object(folder / f"{name}.json") if (folder / f"{name}.json").is_file() else {}
+        for name in ("tokenizer_config", "generation_config", "config")
+    )
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
     probe, names = backend.encode("a"), token_names(config)
     end = backend.token_to_id(names.get("eos_token", ""))
-    eos = read_json(folder / "config.json").get("eos_token_id") if end is None else end
+    eos = model.get("eos_token_id") if end is None else end
     stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
     digest = hashlib.sha256(files["tokenizer.json"]).hexdigest()
     tokenizer = Tokenizer(f"tokenizer.json@{digest[:12]}", backend, stop_tokens)
@@ -276,12 +279,6 @@ def stop_ids(backend, values):
             "no added token ends a completion; name one as eos_token in tokenizer_config.json"
         )
     return tuple(dict.fromkeys(known))
-
-
-def read_json(file):
-    """-> the object in that file, empty if there is no such file."""
-    with in_one_line(f"{file} is not JSON"):
-        return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 def token_names(config):
