@@ -65,7 +65,7 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
 def load_with_adapters(checkpoint: Checkpoint, model: GPT):
     """Load a checkpoint or a Hugging Face folder into a plain model. Of a checkpoint adapters are added, not merged."""
     if is_pretrained(checkpoint.path):
-        _, _, *adapters = checkpoint.state["weights"]
+        _, *adapters = checkpoint.state["weights"]
         return read_weights(checkpoint.state["places"], model, *adapters)
     settings, file = settings_of(checkpoint), checkpoint.path / "model.safetensors"
     if not settings.lora_rank:

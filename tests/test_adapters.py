@@ -23,7 +23,6 @@ from settings import EvaluateSettings, ExportSettings, SampleSettings
 from snug import lora
 from snug.memory import MemoryMeter
 from snug.options import SnugError, read_settings
-from snug.pretrained import adapters as adapters_module
 from snug.pretrained.adapters import find_base
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
@@ -129,7 +128,7 @@ def test_the_sum_is_rounded_once(tmp_path):
     make_base(tmp_path / "base")
     save_pretrained(GPT.from_pretrained(tmp_path / "base", dtype="bfloat16"), tmp_path / "half")
     adapters = make_adapters(tmp_path / "peft", tmp_path / "half", "q_proj", lora_alpha=0.04)
-    base, _, *rest = find_base(adapters)
+    base, *rest = find_base(adapters)
     models = [make_gpt(read_shape(base), "cpu", dtype, initialise=False) for dtype in ("float32", "bfloat16")]
     for model in models:
         read_weights(look_at_weights(base), model, *rest)
@@ -147,7 +146,7 @@ def test_loading_holds_no_second_model(tmp_path):
     gc.collect()
     with MemoryMeter("cpu") as meter:
         held = make_gpt(read_shape(base), "cpu", "float32", initialise=False)
-        weights, _, *rest = find_base(adapters)
+        weights, *rest = find_base(adapters)
         read_weights(look_at_weights(weights), held, *rest)
         after, peak = meter.figures()["current"], meter.figures()["peak"]
     assert len(load_file(adapters / "adapter_model.safetensors")) == 8 * 7 * 2
@@ -183,22 +182,24 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "lora_alpha=nan is not a valid float": dict(lora_alpha=math.nan),
     "use_rslora='yes' is not a valid bool": dict(use_rslora="yes"),
     "nowhere/config.json: cannot be read": dict(base_model_name_or_path="nowhere"),
-    "adapter_config.json: cannot be used (TypeError": dict(base_model_name_or_path=7),
-    "1 tensors, such as base_model.model.lm_head.lora_A.weight: (4, 32), needed: no place": add(
-        "lm_head.lora_A.weight"
+    "base_model_name_or_path=7 is not a valid str": dict(base_model_name_or_path=7),
+    "1 tensors have no place in the base, such as base_model.model.lm_head.lora_A.weight": add("lm_head.lora_A.weight"),
+    "1 tensors have no place in the base, such as base_model.model.model.embed_tokens.lora_emb": add(
+        "model.embed_tokens.lora_embedding_A"
     ),
-    "1 tensors, such as base_model.model.model.embed_tokens.lora_emb": add("model.embed_tokens.lora_embedding_A"),
-    "1 tensors, such as base_model.model.model.layers.9.": add("model.layers.9.mlp.up_proj.lora_A.weight"),
-    "1 tensors, such as base_model.model.model.layers.1.self_attn.k_proj.lora_B": add(
-        "model.layers.1.self_attn.k_proj.lora_A.weight"
+    "1 tensors have no place in the base, such as base_model.model.model.layers.9.": add(
+        "model.layers.9.mlp.up_proj.lora_A.weight"
     ),
-    f"1 tensors, such as {MODULE}B.weight: missing, needed: (32, 4)": tensor(B=None),
-    f"1 tensors, such as {MODULE}A.weight: missing, needed: (4, 32)": tensor(A=None),
-    f"1 tensors, such as {MODULE}A.weight: (3, 32), needed: (4, 32)": tensor(A=torch.ones(3, 32)),
-    f"{MODULE}B.weight: (1, 32, 4), needed: (32, 4)": tensor(B=torch.ones(1, 32, 4)),
-    f"{MODULE}B.weight: (16, 4), needed: (32, 4)": tensor(B=torch.ones(16, 4)),
-    f"{MODULE}A.weight: I8, needed: (4, 32)": tensor(A=torch.ones(4, 32, dtype=torch.int8)),
-    f"2 tensors, such as {MODULE}A.weight: (8, 32), needed: (4, 32)": tensor(A=torch.ones(8, 32), B=torch.ones(32, 8)),
+    "1 tensors have no place in the base, such as base_model.model.model.layers.1.self_attn.k_proj.lora_B": add(
+        "model.layers.1.self_attn.k_proj.lora_B.weight"
+    ),
+    f"1 tensors have no place in the base, such as {MODULE}A.weight": tensor(B=None),
+    f"1 tensors have no place in the base, such as {MODULE}B.weight": tensor(A=None),
+    f"{MODULE}A.weight is torch.float32 (3, 32), but r=4": tensor(A=torch.ones(3, 32)),
+    "layers.0.self_attn.q_proj.weight cannot be read (RuntimeError: output": tensor(B=torch.ones(1, 32, 4)),
+    "q_proj.weight cannot be read (RuntimeError": tensor(B=torch.ones(16, 4)),
+    f"{MODULE}A.weight is torch.int8 (4, 32), but r=4": tensor(A=torch.ones(4, 32, dtype=torch.int8)),
+    f"{MODULE}A.weight is torch.float32 (8, 32), but r=4": tensor(A=torch.ones(8, 32), B=torch.ones(32, 8)),
 }
 
 
@@ -213,15 +214,6 @@ def test_what_would_load_wrongly_is_one_line(said, tmp_path):
     else:
         change(adapters, **wrong)
     assert said in refused(load_run, adapters, "cpu")
-
-
-def test_an_export_that_peft_would_not_place_leaves_nothing(tmp_path, monkeypatch):
-    base = make_base(tmp_path / "base")
-    run_grpo(base, tmp_path / "run", *LORA)
-    monkeypatch.setattr(adapters_module, "rows_of", lambda value, entry: value)
-    with pytest.raises(SnugError, match="does not fit adapter_config.json and .* tensors, such as"):
-        export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
-    assert not list(tmp_path.glob("*peft*"))
 
 
 def test_a_base_in_a_folder_with_an_at_sign_is_named_whole(tmp_path):
@@ -239,11 +231,11 @@ def test_damaged_folders_are_one_line(tmp_path):
     before = config.read_text()
     for text in ("[]", "{", ""):
         config.write_text(text)
-        with pytest.raises(SnugError, match="adapter_config.json: cannot be used"):
+        with pytest.raises(SnugError, match="adapter_config.json: cannot be read"):
             find_run(adapters)
     config.write_text(before)
     change(adapters, base_model_name_or_path=str(make_base(tmp_path / "wider", n_embd=64, tie_embeddings=True)))
-    with pytest.raises(SnugError, match="does not fit .*q_proj.lora_A.weight: .4, 32., needed: .4, 64"):
+    with pytest.raises(SnugError, match="q_proj.weight cannot be read .RuntimeError"):
         load_run(adapters, "cpu")
     config.write_text(before)
     file.write_bytes(file.read_bytes()[:-100])

@@ -102,7 +102,6 @@ def test_config_is_checked_and_filled_in():
     for said, changes in {
         "n_kv_head=3 does not divide n_head=4": dict(n_head=4, n_kv_head=3),
         "n_vocab=11 is more than vocab_size=10": dict(n_vocab=11),
-        "rope_low_freq_factor=4.0 must be below rope_high_freq_factor=4.0": dict(rope_low_freq_factor=4.0),
     }.items():
         with pytest.raises(ValueError, match=said):
             GPTConfig(vocab_size=10, **changes)

@@ -1,6 +1,6 @@
 """Adapters as PEFT lays them out: adapter_config.json and adapter_model.safetensors, in and out.
 
-    base, rank, *adapters = find_base("export/adapters")
+    base, *adapters = find_base("export/adapters")
     read_weights(look_at_weights(base), model, *adapters)        # merged
 
 Where a folder has several matrices for one of ours, such as q, k and v, each has its own A and B. Written, each gets
@@ -10,23 +10,12 @@ Left out: other variants of LoRA, adapters of embeddings, adapters on adapters.
 Tests: pytest tests/test_adapters.py tests/test_nf4.py
 """
 
-import json
 from pathlib import Path
 
-from snug.options import SnugError, in_one_line
-from snug.options.typed import Fields
+from snug.options.typed import Fields, read_object
 from snug.pretrained.hub import hub_name, local_folder
-from snug.pretrained.shapes import read_config, read_shape
-from snug.pretrained.tensors import (
-    PEFT,
-    TYPES,
-    adapters_in,
-    appearing,
-    entries,
-    opened,
-    rows_of,
-    write_json,
-)
+from snug.pretrained.shapes import read_config
+from snug.pretrained.tensors import PEFT, appearing, entries, rows_of, write_json
 
 FILE = "adapter_model.safetensors"
 
@@ -43,66 +32,32 @@ def find_base(folder: Path, weights: bool = True):
     if (folder / "config.json").is_file():
         return folder, 0, None, 0.0
     path = folder / "adapter_config.json"
-    with in_one_line(f"{path}: cannot be used"):
-        config = Fields(json.loads(path.read_bytes()), "PEFT")
-        config.want("peft_type", "LORA")
-        config.want("init_lora_weights", True, False, "gaussian")  # pissa and others change the base
-        for name in NOTHING.split():
-            config.want(name, False, "none", {})
-        rank, scale = config.get("r", int), config.get("lora_alpha", float)
-        scale /= rank ** (0.5 if config.get("use_rslora", bool, False) else 1)
-        names = map(config.values.get, ("base_model_name_or_path", "revision"))
-        base = local_folder("@".join(filter(None, names)), weights)
-        read_config(base)
-    file = folder / FILE
-    with in_one_line(f"{file} does not fit {path.name} and {base}"):
-        check_tensors(file, base, rank)
-    return base, rank, file, scale
-
-
-def check_tensors(file: Path, base: Path, rank: int):
-    """Raises SnugError unless the file has A and B of matrices of the base, and nothing else."""
-    found, needed = {}, {}
-    with opened(file) as tensors:
-        for ours, name in adapters_in(file).items():
-            part = tensors.get_slice(name)
-            dtype = part.get_dtype()
-            found[ours] = tuple(part.get_shape()) if dtype in TYPES else dtype
-    for entry, _ in matrices(base, read_shape(base)):
-        pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
-        if found.keys() & pair:
-            rows, columns = entry.shape[::-1] if entry.transposed else entry.shape
-            needed |= zip(pair, ((rank, columns), (rows, rank)), strict=True)
-    odd = [name for name in needed | found if found.get(name) != needed.get(name)]
-    if odd:
-        is_there, size = found.get(odd[0], "missing"), needed.get(odd[0], "no place")
-        raise SnugError(f"{len(odd)} tensors, such as {odd[0]}: {is_there}, needed: {size}")
-
-
-def matrices(base: Path, shape: dict):
-    """Yields each matrix of a folder: its Entry, and its name in transformers' model, perhaps of one with eyes."""
-    config = read_config(base)
-    for entry in entries(shape, config["model_type"], shape["vocab_size"]):
-        if len(entry.shape) == 2:
-            name = entry.name.removesuffix(".weight")
-            if "text_config" in config:
-                name = name.replace("model.", "model.language_model.", 1)
-            yield entry, name
+    config = Fields(read_object(path), path)
+    config.want("peft_type", "LORA")
+    config.want("init_lora_weights", True, False, "gaussian")  # pissa and others change the base
+    for name in NOTHING.split():
+        config.want(name, False, "none", {})
+    rank, scale = config.get("r", int), config.get("lora_alpha", float)
+    scale /= rank ** (0.5 if config.get("use_rslora", bool, False) else 1)
+    names = config.get("base_model_name_or_path", str), config.get("revision", str, "")
+    return local_folder("@".join(filter(None, names)), weights), rank, folder / FILE, scale
 
 
 def save_adapters(model, folder: str | Path, base: str | Path, settings):
     """Write a folder that PEFT loads beside `base`, a Hugging Face folder or owner/name@commit. Raises SnugError.
 
-    settings: lora_rank and lora_alpha. The folder must be new or empty, and appears complete or not at all: it is read
-    back before.
+    settings: lora_rank and lora_alpha. The folder must be new or empty, and appears complete or not at all.
     """
     from safetensors.torch import save_file
 
     base = local_folder(base, weights=False)
-    tensors, modules = {}, []
-    for entry, module in matrices(base, vars(model.config)):
+    read, tensors, modules = read_config(base), {}, []
+    for entry in entries(vars(model.config), read["model_type"], model.config.vocab_size):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
-        if hasattr(layer, "lora_A"):
+        if hasattr(layer, "lora_A") and entry.ours.endswith("weight"):
+            module = entry.name.removesuffix(".weight")
+            if "text_config" in read:  # transformers' name in a model with eyes
+                module = module.replace("model.", "model.language_model.", 1)
             modules.append(module)
             for letter, value in (("A", layer.lora_A), ("B", rows_of(layer.lora_B, entry))):
                 tensors[f"{PEFT}{module}.lora_{letter}.weight"] = value.detach().cpu().clone()
@@ -123,4 +78,3 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
     with appearing(folder) as temporary:
         save_file(tensors, temporary / FILE, metadata={"format": "pt"})
         write_json(temporary / "adapter_config.json", config)
-        find_base(temporary, weights=False)

@@ -1,11 +1,12 @@
 """config.json <-> the shape of a GPT, for GPT-2 and the families of families.toml.
 
 read_shape returns GPTConfig's keywords. Each key of a file is read, harmless, or refused where it means another model;
-a line names the others. `family_of` finds the family of a shape; a Mistral without a window is written as a Llama. To
-add a family: a table in families.toml and, where its tensors have other names, a line in tensors.py.
+a line names the others. `config_of` writes a shape as the first family whose file, read again, is this shape: a Mistral
+without a window is a Llama. To add a family: a table in families.toml and, where its tensors have other names, a line
+in tensors.py.
 
-With longrope block_size is at most the original context, for which the short factors are. Left out: the ranges of sizes
-and of rope's numbers, which GPTConfig checks; windows in some layers only, except in every n-th one.
+With longrope block_size is at most the original context, for which the short factors are. Left out: damaged numbers;
+windows in some layers only, except in every n-th one.
 Tests: tests/test_pretrained.py, tests/test_families.py, tests/test_configs.py, against transformers.
 """
 
@@ -13,21 +14,25 @@ import json
 import math
 import sys
 import tomllib
-from dataclasses import asdict, fields
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
 
 from snug.options import SnugError, in_one_line, plain
-from snug.options.typed import Fields
+from snug.options.typed import Fields, read_object
 from snug.shape import GPTConfig, is_every
 
 TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
 NAMES, ROPES, FAMILIES, ONLY = (TABLE[name] for name in ("names", "ropes", "families", "only"))
 HARMLESS = {*TABLE["harmless"].split()}
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel"}
-ARCHITECTURES |= {name: family["architecture"] for name, family in FAMILIES.items()}
+LLAMA = FAMILIES["llama"]
+for family in FAMILIES.values():
+    family["has"] = LLAMA["has"] | family.get("has", {})
+    family["missing"] = LLAMA["missing"] | family.get("missing", {})
+    family["may_have"] = {*family.get("may_have", ())}
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
-OPTIONAL = {name for family in FAMILIES.values() for name in family.get("may_have", ())}
+OPTIONAL = set().union(*(family["may_have"] for family in FAMILIES.values()))
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -40,12 +45,11 @@ def is_pretrained(folder: str | Path) -> bool:
 def read_config(folder: str | Path) -> dict:
     """config.json of a supported architecture. Raises SnugError."""
     path = Path(folder) / "config.json"
-    with in_one_line(f"{path}: cannot be read"):
-        config = json.loads(path.read_bytes())
+    config = read_object(path)
     c = Fields(config, path)
     if c.get("model_type", str) == "gemma3":  # with eyes; what it reads is a gemma3_text
-        config |= c.part("text_config").values | dict(model_type="gemma3_text")
-    c.want("model_type", *ARCHITECTURES)
+        config |= c.get("text_config", dict) | dict(model_type="gemma3_text")
+    c.want("model_type", *FAMILIES)
     if config.get("quantization_config"):
         raise SnugError(
             f"{path}: the weights are quantized; name the folder in bfloat16, with --base_dtype=nf4 for 4 bits"
@@ -59,25 +63,12 @@ def stored_dtype(folder: str | Path) -> str | None:
     return config.get("dtype", config.get("torch_dtype"))
 
 
-def read_shape(folder: str | Path):
-    """A folder's config.json -> GPTConfig's keywords. Raises SnugError."""
-    return shape_of(Fields(read_config(folder), Path(folder) / "config.json"))
-
-
-def shape_of(c: Fields) -> dict:
-    """The same of a content of config.json. Says which of its keys nobody knows."""
-    family = c.values["model_type"]
-    missing = FAMILIES.get(family, {}).get("missing", {})
-    c = Fields(missing | c.values, c.path)
-    if "use_sliding_window" in missing:  # it must be false: Qwen's files have a window, too
-        c.values["sliding_window"] = None
-    for name, values in (ONLY["all"] | ONLY.get(family, {})).items():
-        c.want(name, *values)
-    shape = gpt2_shape(c) if family == "gpt2" else llama_shape(c, family)
-    with in_one_line(f"{c.path}: not the shape of a model"):
-        GPTConfig(**shape)
-    if unknown := c.unread() - HARMLESS:
-        note(f"{c.path}: unknown to snug, and ignored: {', '.join(sorted(unknown))}")
+def read_shape(folder: str | Path) -> dict:
+    """A folder's config.json -> GPTConfig's keywords. Says which keys nobody knows. Raises SnugError."""
+    path = Path(folder) / "config.json"
+    shape, unknown = shape_of(read_config(folder), path)
+    if unknown:
+        note(f"{path}: unknown to snug, and ignored: {', '.join(sorted(unknown))}")
     return shape
 
 
@@ -86,49 +77,70 @@ def note(text: str):
     print(plain(text), file=sys.stderr)
 
 
-def sizes(c, names, **optional):
-    """-> {GPTConfig's name: value}. optional: what a value is where the file has none."""
-    kinds = GPTConfig.__annotations__
-    return {ours: c.get(theirs, kinds[ours], optional.get(ours)) for ours, theirs in names.items()}
+def shape_of(config: dict, path: Path | str) -> tuple[dict, set]:
+    """-> (GPTConfig's keywords, the keys of config.json that nobody knows).
+
+    What a family cannot have is read, too, and refused: another class would compute it, and this one not.
+    """
+    name = config["model_type"]
+    family = FAMILIES[name]
+    missing, may_have = family["missing"], family["may_have"]
+    with in_one_line(f"{path}: not the shape of a model"):
+        c = Fields(flat(config, missing), path)
+        for key, values in (ONLY["all"] | ONLY.get(name, {})).items():
+            c.want(key, *values)
+        shape = family["has"] | sizes(c, NAMES.get(name, NAMES["llama"]))
+        count, kinds = shape["n_layer"], ("sliding_attention", "full_attention")
+        shape["nope_every"] = period(c, "no_rope_layers", "no_rope_layer_interval", (1, 0), count)
+        every = period(c, "layer_types", "sliding_window_pattern", kinds, count)
+        window = c.get("sliding_window", int, 0)
+        if window and "use_sliding_window" not in missing:  # a Qwen's file has a window, too
+            shape |= dict(sliding_window=window, full_every=every)
+        shape = asdict(GPTConfig(**shape | rope_of(c, shape["block_size"])))
+        if "embedding_scale" in may_have:
+            shape["embedding_scale"] = shape["n_embd"] ** 0.5
+            scalar = c.get("query_pre_attn_scalar", int)
+            shape["query_scale"] = (shape["head_size"] / scalar) ** 0.5
+    for key in sorted(OPTIONAL - may_have):
+        if shape[key] != DEFAULTS[key]:
+            raise SnugError(f"{path}: a {name} with {key}={shape[key]!r:.40} is not supported")
+    return shape, c.values.keys() - c.read - HARMLESS - missing.keys()
 
 
-def gpt2_shape(c) -> dict:
-    hidden = 4 * c.get("n_embd", int)
-    shape = sizes(c, NAMES["gpt2"], n_hidden=hidden, norm_eps=1e-5, tie_embeddings=True)
-    return shape | dict(norm="layernorm", position="learned", mlp="gelu", bias=True)
+def flat(config: dict, missing: dict) -> dict:
+    """config.json, with what it leaves out, what it says of positions beside the rest, and without nulls.
+
+    Newer files have all of positions in rope_parameters, perhaps by kind of layer; older ones rope_scaling.
+    """
+    config = missing | config
+    newer, older = (config.pop(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
+    rope = older or newer
+    if newer and "rope_local_base_freq" in missing:
+        sliding = newer["sliding_attention"]
+        rope = newer["full_attention"] | older
+        rope |= dict(sliding_rope_type=sliding["rope_type"], rope_local_base_freq=sliding["rope_theta"])
+    if config.get(ORIGINAL):  # transformers' own files have it here
+        rope = rope | {ORIGINAL: config[ORIGINAL]}
+    return {name: value for name, value in (config | rope).items() if value is not None}
 
 
-def llama_shape(c, family: str) -> dict:
-    """What a family cannot have is read, too, and refused: another class would compute it, and this one not."""
-    heads = c.get("num_attention_heads", int)
-    head_size = c.get("hidden_size", int) // heads
-    shape = sizes(
-        c, NAMES["llama"], n_kv_head=heads, head_size=head_size, norm_eps=1e-6, tie_embeddings=False
-    )
-    shape |= FAMILIES["llama"]["has"] | FAMILIES[family].get("has", {})
-    may_have = {*FAMILIES[family].get("may_have", ())}
-    interval = c.get("no_rope_layer_interval", int, 0)
-    shape["nope_every"] = period(c, "no_rope_layers", (1, 0), interval)
-    interval = c.get("sliding_window_pattern", int, 0)
-    every = period(c, "layer_types", ("sliding_attention", "full_attention"), interval)
-    if window := c.get("sliding_window", int, 0):
-        shape |= dict(sliding_window=window, full_every=every)
-    if "embedding_scale" in may_have:
-        shape["embedding_scale"] = shape["n_embd"] ** 0.5
-        shape["query_scale"] = (shape["head_size"] / c.get("query_pre_attn_scalar", int)) ** 0.5
-    shape |= rope_shape(c, shape, "rope_sliding_theta" in may_have)
-    for name in sorted(shape.keys() & OPTIONAL - may_have):
-        if shape[name] != DEFAULTS[name]:
-            raise SnugError(f"{c.path}: a {family} with {name}={shape[name]!r:.40} is not supported")
-    return shape
+def sizes(c: Fields, names: dict) -> dict:
+    """-> {GPTConfig's name: value}. What GPTConfig derives from the rest may be missing."""
+    result = {}
+    for ours, theirs in names.items():
+        kind = GPTConfig.__annotations__[ours]
+        default = 0 if ours in ("n_kv_head", "head_size", "n_hidden") else None
+        result[ours] = c.get(theirs, list if kind is tuple else kind, default)
+    return result
 
 
-def period(c, name: str, kinds: tuple, interval: int) -> int:
+def period(c: Fields, name: str, interval: str, kinds: tuple, n_layer: int) -> int:
     """-> n if every n-th layer is of the second kind and no other; 0 if none is; without a list, the interval. Raises
     SnugError for another pattern."""
-    if not (layers := c.get(name, list, [])):
-        return interval
-    count = min(c.get("num_hidden_layers", int), len(layers) + 1)  # a short list is refused
+    n, layers = c.get(interval, int, 0), c.get(name, list, [])
+    if not layers:
+        return n
+    count = min(n_layer, len(layers) + 1)  # a short list is refused
     n = layers.index(kinds[1]) + 1 if kinds[1] in layers[:count] else 0
     if layers[:count] != [kinds[is_every(layer, n)] for layer in range(count)]:
         raise SnugError(
@@ -137,97 +149,65 @@ def period(c, name: str, kinds: tuple, interval: int) -> int:
     return n
 
 
-def rope_shape(c, shape, by_kind: bool) -> dict:
-    """Newer files have all in rope_parameters, perhaps by kind of layer; older ones rope_theta and rope_scaling."""
-    result = {}
-    if not by_kind:
-        rope = c.part("rope_scaling" if c.values.get("rope_scaling") else "rope_parameters")
-    else:
-        kinds = c.part("rope_parameters")
-        sliding, rope = kinds.part("sliding_attention"), kinds.part("full_attention")
-        sliding.want("rope_type", "default")
-        base = c.get("rope_local_base_freq", float)
-        result["rope_sliding_theta"] = sliding.get("rope_theta", float, base)
-        rope.values |= c.get("rope_scaling", dict, {})
-    kind = rope.values["rope_type"] = rope.get("rope_type", str, rope.get("type", str, "default"))
-    rope.want("rope_type", "default", *ROPES)
-    result["rope_theta"] = rope.get("rope_theta", float, c.get("rope_theta", float, 1e4))
-    fraction = c.get("partial_rotary_factor", float, 1.0)
-    result["rotary_fraction"] = rope.get("partial_rotary_factor", float, fraction)
-    original = c.get(ORIGINAL, int, 0)
+def rope_of(c: Fields, longest: int) -> dict:
+    """What GPTConfig has of positions, and the block_size that they allow."""
+    result = dict(block_size=longest, rope_sliding_theta=c.get("rope_local_base_freq", float, 0.0))
+    kind = c.values["rope_type"] = c.get("rope_type", str, c.get("type", str, "default"))
+    c.want("rope_type", "default", *ROPES)
     if kind == "default":
         return result
-    if original:
-        rope.values[ORIGINAL] = original
-    for ours, theirs in ROPES[kind].items():
-        like = type(DEFAULTS[ours])
-        result[ours] = rope.get(
-            theirs, list if like is tuple else like, TABLE["rope_missing"].get(theirs)
-        )
-    return result | stretched(rope, kind, shape["block_size"], result)
-
-
-def stretched(rope, kind: str, longest: int, result: dict) -> dict:
-    """What a rule with a factor adds to `result`."""
-    attention, original = 1.0, result.get("rope_original_block_size")
-    factor = rope.get("factor", float, longest / original if kind == "longrope" else None)
-    if factor < 1 or original == 1:
-        raise SnugError(f"{rope.path}: factor={factor:g} or {ORIGINAL}={original} is too small")
     if kind == "longrope":
-        attention = math.sqrt(1 + math.log(factor) / math.log(original))
+        original = c.get(ORIGINAL, int)
+        c.values.setdefault("factor", longest / original)
         result["block_size"] = min(longest, original)
+    longer = math.log(max(c.get("factor", float), 1.0))
+    if kind == "longrope":
+        c.values.setdefault("attention_factor", math.sqrt(1 + longer / math.log(original)))
     if kind == "yarn":
-        rope.want("truncate", True)
-        rope.want("mscale_all_dim", 0)
         # attn_factor: DeepSeek's; it multiplies the default, as vLLM reads it
-        attention = (0.1 * math.log(factor) + 1) * rope.get("attn_factor", float, 1.0)
-    if kind in ("longrope", "yarn"):
-        attention = rope.get("attention_factor", float, attention)
-    kind = "" if kind == "linear" else kind
-    return dict(rope_type=kind, rope_factor=factor, rope_attention_factor=attention)
+        attention = (0.1 * longer + 1) * c.get("attn_factor", float, 1.0)
+        c.values.setdefault("attention_factor", attention)
+    result["rope_type"] = "" if kind == "linear" else kind
+    return result | sizes(c, ROPES[kind])
 
 
-def family_of(c) -> str:
-    """The architecture of `c`, a GPTConfig. Raises SnugError if there is none."""
-    plain_heads = c.n_kv_head == c.n_head and c.head_size * c.n_head == c.n_embd and not c.qk_norm
-    if (c.norm, c.position, c.mlp) == ("layernorm", "learned", "gelu") and plain_heads:
-        return "gpt2"
-    more = {name for name in OPTIONAL if getattr(c, name) != DEFAULTS[name]}
-    for name, family in FAMILIES.items():
-        has = FAMILIES["llama"]["has"] | family.get("has", {})
-        alike = all(getattr(c, key) == value for key, value in has.items())
-        if alike and more <= {*family.get("may_have", ())}:
-            return name
-    raise SnugError(f"no architecture of {', '.join(ARCHITECTURES)} has this shape: {c}")
+def family_of(c: GPTConfig) -> str:
+    """The architecture of a shape. Raises SnugError if there is none."""
+    return config_of(c, "float32")["model_type"]
 
 
-def config_of(c, dtype: str):
-    """GPTConfig -> the content of config.json for transformers 4 and 5, without padding ids (n_vocab and above)."""
-    family = family_of(c)
-    table = NAMES.get(family, NAMES["llama"])
-    config = dict(architectures=[ARCHITECTURES[family]], model_type=family, torch_dtype=dtype)
-    config |= {theirs: getattr(c, ours) for ours, theirs in table.items()}
+def config_of(c: GPTConfig, dtype: str) -> dict:
+    """GPTConfig -> the content of config.json of the first family that has this shape, without padding ids (n_vocab and
+    above). Raises SnugError if none has it."""
+    wanted, others = asdict(replace(c, vocab_size=c.n_vocab)), {}
+    for family in FAMILIES:
+        config = written(c, family, dtype)
+        with suppress(SnugError):
+            again, _ = shape_of(json.loads(json.dumps(config)), family)
+            if family == "gpt2":  # it gets biases of 0
+                again["bias"] = c.bias
+            others[family] = [
+                f"{name}={wanted[name]}" for name in wanted if wanted[name] != again[name]
+            ]
+            if not others[family]:
+                return config
+    family = min(others, key=lambda name: len(others[name]))
+    raise SnugError(
+        f"a {family}, the nearest architecture, cannot have {', '.join(others[family]):.300}"
+    )
+
+
+def written(c: GPTConfig, family: str, dtype: str) -> dict:
+    """config.json for transformers 4 and 5, as this family would have it."""
+    table, may_have = FAMILIES[family], FAMILIES[family]["may_have"]
+    names = NAMES.get(family, NAMES["llama"])
+    config = dict(architectures=[table["architecture"]], model_type=family, torch_dtype=dtype)
+    config |= {theirs: getattr(c, ours) for ours, theirs in names.items()}
+    config |= TABLE["activations"][c.mlp]
     config["vocab_size"] = c.n_vocab
-    if family == "gpt2":
-        config["activation_function"] = "gelu_new"
-    else:
-        config |= llama_config(c, FAMILIES[family].get("may_have", ())) | rope_config(c)
-    again = asdict(GPTConfig(**shape_of(Fields(json.loads(json.dumps(config)), family))))
-    again |= dict(vocab_size=c.vocab_size, n_vocab=c.n_vocab)
-    if family == "gpt2":  # it gets biases of 0
-        again["bias"] = c.bias
-    if other := [f"{name}={value}" for name, value in asdict(c).items() if value != again[name]]:
-        raise SnugError(f"a {family}, the nearest architecture, cannot have {', '.join(other):.300}")
-    return config
-
-
-def llama_config(c, may_have) -> dict:
-    config = dict(pad_token_id=None)  # transformers' own may be no token of this model
-    if c.mlp == "geglu":
-        config["hidden_activation"] = "gelu_pytorch_tanh"
+    config["pad_token_id"] = None  # transformers' own may be no token of this model
+    if "query_scale" in may_have:
         config["query_pre_attn_scalar"] = round(c.head_size / c.query_scale**2)
-    else:
-        config["hidden_act"] = "silu"
     # Classes have windows of their own where a file says nothing; those with two kinds of layers want a number.
     if "sliding_window" in may_have:
         config["sliding_window"] = c.sliding_window or (
@@ -236,26 +216,21 @@ def llama_config(c, may_have) -> dict:
     if "full_every" in may_have:
         kinds = "full_attention", "sliding_attention"
         config["layer_types"] = [kinds[c.slides(layer)] for layer in range(c.n_layer)]
-    if c.nope_every:
+    if "nope_every" in may_have:
         config["no_rope_layers"] = [int(c.rope(layer) != "") for layer in range(c.n_layer)]
-    return config
-
-
-def rope_config(c) -> dict:
-    config = dict(rope_theta=c.rope_theta, partial_rotary_factor=c.rotary_fraction)
-    kind, rope = c.rope_type or "linear", {}
+    rope = {}
     if c.rope_factor != 1 or c.rope_type:
-        rope = dict(rope_type=kind, factor=c.rope_factor)
-        rope |= {theirs: getattr(c, ours) for ours, theirs in ROPES[kind].items()}
+        kind = c.rope_type or "linear"
+        rope = {theirs: getattr(c, ours) for ours, theirs in ROPES[kind].items()}
+        rope["rope_type"] = kind
         config["rope_scaling"] = rope
-    if kind in ("yarn", "longrope"):
-        rope["attention_factor"] = c.rope_attention_factor
-    if kind == "longrope":
-        config["original_max_position_embeddings"] = c.rope_original_block_size
+    if c.rope_type == "longrope":
+        config[ORIGINAL] = c.rope_original_block_size
         config["max_position_embeddings"] = round(c.rope_original_block_size * c.rope_factor)
-    if c.rope_sliding_theta:  # transformers 5's OLMo 3 has a base of its own otherwise
+    # transformers 5's OLMo 3 has a base of its own otherwise.
+    if "rope_sliding_theta" in may_have and c.rope_sliding_theta:
         config["rope_local_base_freq"] = c.rope_sliding_theta
-        plain = dict(rope_type="default", rope_theta=c.rope_theta)
-        sliding = plain | dict(rope_theta=c.rope_sliding_theta)
-        config["rope_parameters"] = dict(full_attention=plain | rope, sliding_attention=sliding)
+        full = dict(rope_type="default", rope_theta=c.rope_theta)
+        sliding = full | dict(rope_theta=c.rope_sliding_theta)
+        config["rope_parameters"] = dict(full_attention=full | rope, sliding_attention=sliding)
     return config

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from snug.options import SnugError, in_one_line
 from snug.options.progress import counted
 from snug.pretrained.shapes import (
-    ARCHITECTURES,
+    FAMILIES,
     TABLE,
     config_of,
     family_of,
@@ -35,7 +35,7 @@ from snug.pretrained.shapes import (
 TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
 MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
-PREFIXES = dict.fromkeys(ARCHITECTURES, "model.") | {"gpt2": "transformer."}
+PREFIXES = dict.fromkeys(FAMILIES, "model.") | {"gpt2": "transformer."}
 # A Gemma 3 with eyes has these, too.
 EYES = "vision_tower.", "multi_modal_projector."
 PEFT = "base_model.model."  # what names of adapters begin with
@@ -193,12 +193,6 @@ def is_of_eyes(name: str) -> bool:
     return name.removeprefix("model.").startswith(EYES)
 
 
-def adapters_in(file: Path) -> dict:
-    """{the name of a tensor beside a text model: its name in a file of adapters}, without those of eyes."""
-    names = [name for name in opened(file).keys() if not is_of_eyes(name.removeprefix(PEFT))]
-    return {name.replace("language_model.", ""): name for name in names}
-
-
 def fingerprint(folder: Path) -> str:
     """SHA-256 of config.json and of the length and 16 pieces of 64 KiB of each weight file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -212,7 +206,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def read_weights(places: dict, model, adapters=None, scale=0.0):
+def read_weights(places: dict, model, rank=0, adapters=None, scale=0.0):
     """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
 
     places: `look_at_weights` of the folder.
@@ -223,8 +217,10 @@ def read_weights(places: dict, model, adapters=None, scale=0.0):
 
     from snug.kernels.nf4 import NF4, weights_of
 
-    weights = weights_of(model)
-    theirs = adapters_in(adapters) if adapters else {}
+    weights, theirs = weights_of(model), {}
+    if adapters:  # the names of a model with eyes are those beside a text model
+        names = [name for name in opened(adapters).keys() if not is_of_eyes(name.removeprefix(PEFT))]
+        theirs = {name.replace("language_model.", ""): name for name in names}
     for entry, (name, file) in counted(places.items(), "tensors", "loading"):
         ours = weights[entry.ours]
         with torch.no_grad(), in_one_line(f"{file}: {name} cannot be read"):
@@ -239,12 +235,20 @@ def read_weights(places: dict, model, adapters=None, scale=0.0):
                         f"{HEAD} is another matrix, but config.json says tie_word_embeddings=true: write false there"
                     )
                 continue
-            pair = [theirs.get(f"{PEFT}{entry.name[:-6]}lora_{half}.weight") for half in "AB"]
-            if all(pair):
+            pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
+            if theirs.keys() >= {*pair}:
+                A, B = (read_tensor(theirs.pop(name), adapters) for name in pair)
+                if (A.dtype, len(A)) != (B.dtype, rank) or not A.is_floating_point():
+                    raise SnugError(
+                        f"{adapters}: {pair[0]} is {A.dtype} {tuple(A.shape)}, but r={rank}"
+                    )
                 value = value.float()
-                A, B = (read_tensor(name, adapters).to(value) for name in pair)
-                value.add_(B @ A, alpha=scale)
+                value.add_(B.to(value) @ A.to(value), alpha=scale)
             rows_of(ours, entry).copy_(value)
+    if theirs:
+        raise SnugError(
+            f"{adapters}: {len(theirs)} tensors have no place in the base, such as {[*theirs][0]}"
+        )
 
 
 def read_tensor(name, file):
