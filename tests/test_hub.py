@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -94,7 +95,7 @@ def test_adapters_find_their_base_in_another_cache(cache, folders, monkeypatch):
     assert all(again[name].equal(weight) for name, weight in weights.items())
     assert prepared_by("--lora_rank=2").origin.path.parts[-4:] == ("moved", "models--tiny--model", "snapshots", OLD)
     shutil.rmtree("moved")
-    with pytest.raises(SnugError, match=f"{NAME}@{OLD}: is no folder here and not in the hub's cache"):
+    with pytest.raises(SnugError, match=f"{NAME}@{OLD}: is no folder here, and the hub does not give it"):
         load_run("out/run", "cpu")
 
 
@@ -148,12 +149,9 @@ def test_every_file_of_a_tokenizer_is_downloaded():
 # ----------------------------------------------------------------------------------------------------------------------
 # What is asked of the library
 
-ADVISED = {  # the library's error for a name: what is said
-    "GatedRepoError": "is gated: accept its licence on https://huggingface.co/tiny/model, then run `hf auth login`",
-    "RepositoryNotFoundError": "is no folder here and no public model on the hub: check the name",
-    "RevisionNotFoundError": "tiny/model has no such revision: name one of its branches, tags or commits after the @",
-    "HFValidationError": "cannot be downloaded (",
-}
+HUB = (
+    "is no folder here, and the hub does not give it; check name and network; a gated model needs its licence accepted"
+)
 
 
 @pytest.fixture
@@ -172,7 +170,7 @@ def asked(tmp_path, monkeypatch):
         folder = tmp_path / f"models--{name.replace('/', '--')}/snapshots/{NEW}"
         folder.mkdir(parents=True, exist_ok=True)
         for file in (tmp_path / name).iterdir():
-            if file.name in allow_patterns:
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
                 shutil.copy(file, folder)
         return str(folder)
 
@@ -197,10 +195,7 @@ def test_what_is_downloaded(asked, tmp_path):
     assert names_in(hub.local_folder("tiny/shards")) == small | weights
     assert asked[1:] == [("tiny/shards", None), ("tiny/shards", NEW)]
     (folder / min(weights)).unlink()  # as if the download had been stopped
-    for missing in (1, 0):
-        before = len(asked)
-        assert names_in(hub.local_folder(f"tiny/shards@{NEW}")) == small | weights
-        assert asked[before:] == [("tiny/shards", NEW)] * (1 + missing)
+    assert names_in(hub.local_folder(f"tiny/shards@{NEW}")) == small | weights
 
 
 def test_the_weights_of_an_adapters_base_are_downloaded_when_they_are_wanted(asked):
@@ -226,10 +221,10 @@ def test_what_the_hub_refuses_is_one_line(asked, tmp_path, monkeypatch):
     assert asked == [("tiny/gemma", None)]  # before its weights are downloaded
     assert "*.bin files are pickles" in refused(find_run, "tiny/pickles")
     assert "config.json: cannot be read (FileNotFoundError" in refused(find_run, "tiny/gguf")
-    for kind, said in ADVISED.items():
-        error = getattr(errors, kind)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error.__new__(error, "why")))
-        assert refused(find_run, NAME).startswith(f"{NAME}: {said}")
+    error = errors.GatedRepoError
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error.__new__(error, "why")))
+    said = refused(find_run, NAME)
+    assert said.startswith(f"{NAME}: {HUB}") and "(GatedRepoError:" in said
 
 
 def test_no_network_and_nothing_in_the_cache_is_one_line(tmp_path):
@@ -239,5 +234,4 @@ def test_no_network_and_nothing_in_the_cache_is_one_line(tmp_path):
     command = [sys.executable, HOME / "sample.py", NAME, "--prompt=1"]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
-    said = f"error: {NAME}: is no folder here and not in the hub's cache, and the hub cannot be reached: "
-    assert run.stderr.startswith(said)
+    assert run.stderr.startswith(f"error: {NAME}: {HUB}")
