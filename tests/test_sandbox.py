@@ -138,21 +138,12 @@ def test_no_task_runs_where_code_was_executed(layers):
         "import json; json.dumps = lambda x: '[true, \"\"]'; result = 1",
         "import gc\nfor x in gc.get_objects():\n    if type(x) is list: x.clear()",
         'import os; os.write(3, b\'[1, ""]\\n[true, ""]\\n[true, ""]\\n[true, ""]\\n\'); result = 1',
-        "import os; os.write(3, b'\"executed\"\\n' * 9); result = 1",
     ]
     with evil(layers) as box:
         for traitor in traitors:
             tasks = [("plain", "4"), ("execute", traitor), ("plain", "5"), ("plain", "4")]
             assert values(box, *tasks)[2:] == [False, True], traitor
-
-
-def test_tasks_that_execute_nothing_share_a_process():
-    count, code = ("count", ""), ("execute", "result = 1")
-    with evil() as box:
-        assert values(box, count, count, count, code, count, count) == [1, 2, 3, 1, 1, 2]
-        assert values(box, count) == [1]  # of another request
-    with evil(layers=("limits",)) as box:  # without the hook nothing announces code
-        assert values(box, count, count, count) == [1, 1, 1]
+        assert values(box, *[("count", "")] * 3) == [1] * 3
 
 
 def test_limits():

@@ -16,13 +16,12 @@ There are three processes. Only the keeper and the workers import the target:
     this one    sends requests to the keeper and receives replies. This file.
     the keeper  makes the target: it calls "module:function" once. `call` runs the target's methods here, without any
                 confinement, on trusted arguments. child.py.
-    a worker    a fork of the keeper, which confines itself (confine.py) before it sees the first task. `run` runs the
-                target's methods here. A task that is late, dies or runs out of memory has no value.
+    a worker    a fork of the keeper for one task, which confines itself (confine.py) first. `run` runs the target's
+                methods here. A task that is late, dies or runs out of memory has no value.
 
-Code that a task executes may change anything in its process. So no result of `run` comes from a process that executed
-code in a task before: Python announces the first execution (the audit event "exec"), the keeper then takes the result
-of this task and kills the worker. A fork costs some milliseconds. Tasks that execute nothing share a worker. What a
-process says in a `conversation` is its own, and no more to be trusted than what it executes.
+Code that a task executes may change anything in its process. So each task has a worker of its own, which is killed
+behind it; a fork costs some milliseconds. What a process says in a `conversation` is no more to be trusted than what it
+executes.
 
 The layers of the confinement. Each stops most attacks alone:
 

@@ -17,7 +17,7 @@ from functools import partial
 
 from snug.options import described
 from snug.sandbox.channel import LONGEST, Channel, Lost
-from snug.sandbox.confine import EXECUTED, PIPE, Confinement, die_with
+from snug.sandbox.confine import PIPE, Confinement, die_with
 
 
 def keep(file, parent):
@@ -51,18 +51,12 @@ def keep(file, parent):
 
 
 def results(method, tasks, seconds, confinement):
-    """Yield [value, error] for each task. A worker runs tasks in order until one of them executes code or fails."""
-    most = len(tasks) if "audit" in confinement.layers else 1  # nothing else announces executed code
-    while tasks:
-        batch, used_up = tasks[:most], False
-        worker = Worker(partial(work, method, batch), seconds, confinement)
-        try:
-            while batch and not used_up:
-                result, used_up = result_of(worker.channel, time.monotonic() + seconds)
-                del batch[0], tasks[0]
-                yield result
-        finally:
-            worker.end()
+    """Yield [value, error] for each task. What a task changes in its worker dies with it."""
+    for task in tasks:
+        worker = Worker(partial(work, method, task), seconds, confinement)
+        result = worker.result()
+        worker.end()
+        yield result
 
 
 class Worker:
@@ -80,11 +74,22 @@ class Worker:
                 os._exit(0)
         theirs.close()
 
+    def result(self):
+        """-> [value, error]: what it says next, in the time that is left."""
+        try:
+            value, error = self.channel.receive(LONGEST, self.deadline)
+            if isinstance(value, str | float | int | None) and isinstance(error, str):
+                return [value, error]
+            problem = "the result is no text, number, boolean or None"
+        except (Lost, TypeError, ValueError) as error:  # or the message is no pair
+            problem = str(error)
+        return [None, problem]
+
     def answer(self, message):
         """-> [what it says to a message, error]."""
         with suppress(Lost):  # then it has ended, and says nothing
             self.channel.send(message)
-        return result_of(self.channel, self.deadline)[0]
+        return self.result()
 
     def end(self):
         """Kill it and its process group. Until waitpid no other process can have its number."""
@@ -95,29 +100,12 @@ class Worker:
         self.channel.close()
 
 
-def result_of(channel, deadline):
-    """-> ([value, error] of a worker's next task, must the worker end?). deadline: of the task as a whole."""
+def work(method, task):
+    """What the worker of a task does."""
     try:
-        message = channel.receive(LONGEST, deadline)
-        executed = message == json.loads(EXECUTED)
-        if executed:
-            message = channel.receive(LONGEST, deadline)
-        value, error = message
-        if isinstance(value, str | float | int | None) and isinstance(error, str):
-            return [value, error], executed
-        problem = "the result is no text, number, boolean or None"
-    except (Lost, TypeError, ValueError) as error:  # or the message is no pair
-        problem = str(error)
-    return [None, problem], True
-
-
-def work(method, tasks):
-    """What a worker does: it writes [value, error] for each task."""
-    for task in tasks:
-        try:
-            say([method(*task), ""])
-        except Exception as error:  # SystemExit and KeyboardInterrupt end the process
-            say([None, described(error)])
+        say([method(*task), ""])
+    except Exception as error:  # SystemExit and KeyboardInterrupt end the process
+        say([None, described(error)])
 
 
 def talk(method):
