@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.rewards import ARGUMENTS
 from data.task import NoOptions, Task
-from snug.options import OWN, SnugError, did_you_mean, fields, find_path, option
+from snug.options import KINDS, OWN, SnugError, did_you_mean, fields, find_path, option, type_of
 
 TASKS = {  # the module in this folder -> its class
     "addition": "Addition",
@@ -43,7 +43,9 @@ def find_task(name: str, run: str | Path = "") -> type[Task]:
 @cache
 def joined(cls, task: str, own: type):
     """A class with the options of `cls` and those of a task, `own`."""
-    if not is_dataclass(own) or any(not field.metadata for field in fields(own).values()):
+    if not is_dataclass(own) or any(
+        not field.metadata or type_of(own, name)[0] not in KINDS for name, field in fields(own).items()
+    ):
         raise SnugError(
             f"task={task!r}: its options must be a dataclass of fields such as n: int = option(3, 'meaning')"
         )
@@ -131,18 +133,13 @@ def load_reward_function(spec: str, functions, columns: Iterable[str], run: str 
     SnugError if there is no such module or function, or if it wants other columns. An error inside the module keeps its
     traceback.
     """
-    advice = (
-        "write module:function, such as my_rewards:is_short; call a reward model in such a function"
-    )
+    advice = "write module:function, such as my_rewards:is_short"
     function = imported(spec, "reward_funcs", advice, functions, run)
     try:
         inspect.signature(function).bind(**dict.fromkeys(sorted(ARGUMENTS | {*columns})))
     except TypeError as error:
-        advice = (
-            "it must take **columns, and every other argument needs a column of this name or a default"
-        )
         raise SnugError(
-            f"reward_funcs={spec!r}: {error}; {advice}; the rows have {', '.join(columns)}"
+            f"reward_funcs={spec!r}: {error}; it must take **columns, and the rows have {', '.join(columns)}"
         ) from None
     return function
 
@@ -157,8 +154,6 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
         return functions[spec]
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
-    if ".py:" in spec:
-        raise SnugError(f"{problem}: name the module, not its file: {Path(module_name).stem}:{name}")
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
     file = find_path(f"{module_name.partition('.')[0]}.py", run)
@@ -171,10 +166,8 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but imports one that does not
-        where = f"in {folder} or on the Python path"
-        raise SnugError(f"{problem}: no module {error.name} {where}") from None
-    found = getattr(module, name, None)
-    if not callable(found):
+        raise SnugError(f"{problem}: no module {error.name} in {folder}") from None
+    if not callable(getattr(module, name, None)):
         hint = did_you_mean(name, dir(module))
         raise SnugError(f"{problem}: {module_name} has no function {name}{hint}")
-    return found
+    return getattr(module, name)

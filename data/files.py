@@ -9,7 +9,7 @@ import gzip
 import json
 from pathlib import Path
 
-from snug.options import SnugError, in_one_line
+from snug.options import in_one_line
 
 
 def read_file(path: Path, remedy: str = ""):
@@ -17,19 +17,12 @@ def read_file(path: Path, remedy: str = ""):
 
     remedy: what to do if the file cannot be read.
     """
-    kind = path.suffix.lower()
-    if kind in (".csv", ".tsv"):
-        separator = ", sep='\\t'" if kind == ".tsv" else ""
-        raise SnugError(
-            f"{path}: name a file of JSON lines; pandas.read_csv({str(path)!r}{separator})"
-            ".to_json('rows.jsonl', orient='records', lines=True) writes one"
-        )
     with in_one_line(f"{path}: cannot be read{remedy}"):
-        if kind == ".parquet":
+        if path.suffix == ".parquet":
             from pyarrow.parquet import read_table
 
             return numbered(path, read_table(path).to_pylist())
-        with (gzip.open if kind == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
             text = file.read()
     if text.lstrip().startswith("["):
         with in_one_line(f"{path}: not JSON"):

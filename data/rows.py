@@ -152,13 +152,11 @@ class FileTask(Task):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def survey(self):
-        advice = "name a test_file, or evaluate nothing: eval_prompts=0"
-        if self.dropped:
-            advice = "shorten them, or raise what limits them: block_size, max_prompt_length"
         for split, rows in self.rows.items():
             if not rows and (split == "train" or self.settings.eval_prompts):
                 raise SnugError(
-                    f"data_file={self.file}: no row is in the {split} split{self.dropped}; {advice}"
+                    f"data_file={self.file}: no row is in the {split} split{self.dropped}; name a test_file, or evaluate "
+                    "nothing: eval_prompts=0"
                 )
 
 

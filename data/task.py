@@ -76,7 +76,7 @@ class Task:
     def longest_bytes(self) -> tuple[int, int]:
         """-> at least the bytes of any prompt, and of any demonstration (maybe fewer tokens: gpt2 reads 9999 as
         one)."""
-        raise NotImplementedError
+        raise SnugError(f"task={self.settings.task} has no longest_bytes")
 
     def size(self, split: str) -> int | None:
         """How many prompts a split has before they repeat; None: not known, or no end."""

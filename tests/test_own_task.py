@@ -54,6 +54,12 @@ class NoTask:
     pass
 
 
+class Listed(Letters):
+    @dataclass
+    class options:
+        sizes: list[int] = option([], "sizes")
+
+
 class Bare(Letters):
     options = NoTask
 
@@ -158,6 +164,7 @@ def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
         "my_letters:Leters": "has no function Leters; did you mean Letters?",
         "no_such:Task": "no module no_such",
         "my_letters:Bare": "its options must be a dataclass of fields such as ",
+        "my_letters:Listed": "its options must be a dataclass of fields such as ",
         "my_letters:Shared": "seed is an option already; rename the task's",
     }.items(),
 )
