@@ -17,8 +17,8 @@ A model writes a call in the form that its chat template writes (Chat.call_form)
 In hermes and llama a thought has no calls. It begins with <think>, at the start of the turn or at the end of the
 prompt, and ends with the last </think>.
 
-Left out: other forms of calls, such as Mistral's; checks of an argument's type, as in TRL. A tool can do whatever Python
-can, so name only code that you trust.
+Left out: other forms of calls, such as Mistral's; checks of an argument's type, as in TRL. A tool can do whatever
+Python can, so name only code that you trust.
 Tests: tests/test_tools.py.
 """
 
@@ -140,7 +140,7 @@ def load_tools(
 
 
 def schema_of(function: Callable) -> dict:
-    """The function's JSON schema, made of type hints and a docstring with "Args:", as TRL makes it. Raises SnugError."""
+    """The function's JSON schema, of its type hints and a docstring with "Args:", as in TRL. Raises SnugError."""
     with in_one_line("tools and environments need transformers: pip install transformers"):
         from transformers.utils import get_json_schema
     advice = 'a tool needs a docstring with "Args:", and a type hint for each argument'
