@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
-from fractions import Fraction
 
 from data import imported
 from data.calls import OutOfTime, awaited, complete, name_of
@@ -42,7 +41,7 @@ from snug.options import SnugError, in_one_line
 from snug.sandbox import of_thread
 from snug.tokenizer.chat import well_formed
 
-MAX_BITS = 4000  # of a power in `calc`
+OPERATORS = NODES | {ast.UAdd: operator.pos, ast.USub: operator.neg}  # of `calc`
 PYTHON_SECONDS = 5.0  # for the code of one call
 MAX_OUTPUT = 10_000  # characters that the code prints
 MAX_ERROR = 500  # characters of an error
@@ -56,29 +55,17 @@ def calc(expression: str) -> str:
     """Compute an expression of numbers.
 
     Args:
-        expression: numbers with + - * / // % ** and parentheses, such as (1 + 2) / 4
+        expression: numbers with + - * / and parentheses, such as (1 + 2) / 4
     """
     try:
-        if len(expression) > MAX_CHARS or not re.fullmatch(r"[-+*/%(). 0-9]+", expression):
+        if len(expression) > MAX_CHARS or not re.fullmatch(r"[-+*/(). 0-9]+", expression):
             raise ValueError
         value = value_of(ast.parse(expression.strip(), mode="eval").body, OPERATORS)
         return str(value) if value.denominator == 1 else f"{float(value):.12g}"
     except (SyntaxError, ValueError, ArithmeticError):
         raise ValueError(
-            f"no expression of numbers and + - * / // % ** ( ), up to {MAX_CHARS} characters, "
-            "or a division by zero, or a number is too large"
+            f"no expression of numbers and + - * / ( ), up to {MAX_CHARS} characters, or a division by zero"
         ) from None
-
-
-def power(base: Fraction, exponent: Fraction) -> Fraction:
-    bits = (base.numerator * base.denominator).bit_length()
-    if exponent.denominator > 1 or bits * abs(exponent) > MAX_BITS:
-        raise ValueError
-    return base**exponent
-
-
-OPERATORS = NODES | {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: power}
-OPERATORS |= {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def python(code: str) -> str:
