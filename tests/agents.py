@@ -1,18 +1,7 @@
-"""Runs with a tool and an environment. The model is random: its 20 tokens are such that it often calls, and often fails.
-
-    python tests/agents.py FOLDER whole ddp2      do these runs, each in processes of its own
-
-test_agents.py starts this and compares. whole: one process. ddp2: two processes.
-"""
+"""Runs with a tool and an environment. The model is random: its 20 tokens are such that it often calls, and often fails."""
 
 import json
-import os
-import signal
-import sys
-from contextlib import suppress
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -90,28 +79,3 @@ class Game:
 
     def get_reward(self):
         return self.start / 10
-
-
-def main(home, jobs):
-    from processes import fork, grpo, prepare
-    from settings import GRPOSettings
-
-    def work(job):
-        kind = "ddp" if job == "ddp2" else "none"
-        settings = GRPOSettings(**options(home, job, parallel=kind, max_num_gen_batches=3))
-        settings.param_dtype = settings.optimizer_dtype = "float64"
-        grpo.main(prepare(settings))
-
-    for job in jobs:
-        size = 1 + (job == "ddp2")
-        children = fork(size, "none", lambda rank, job=job: work(job), f"{home}/{job}.txt")
-        for _ in range(size):
-            if code := os.waitstatus_to_exitcode(os.wait()[1]):
-                for child in children:
-                    with suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
-                sys.exit(f"{job}: exit code {code}: {Path(home, f'{job}.txt').read_text()[-4000:]}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

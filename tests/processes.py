@@ -21,6 +21,7 @@ import torch
 import torch._dynamo  # what torch imports when it makes a model, and FSDP's: 2 seconds, once and not in each process
 import torch.distributed.fsdp
 
+import agents
 import grpo
 import train_sft
 from runs.prepare import prepare
@@ -89,6 +90,11 @@ def run_check(name, folder, size):
         settings = SFTSettings(**SFT | dict(out_dir=f"{folder}/sft", parallel=os.environ["PARALLEL"]))
         settings.param_dtype = settings.optimizer_dtype = "float64"
         return train_sft.main(prepare(settings))
+    if name == "episodes":  # they deal the prompts, join what they sampled, and select the groups to learn from
+        kind = dict(max_num_gen_batches=3, parallel=os.environ["PARALLEL"])
+        settings = GRPOSettings(**agents.options(folder, "episodes", **kind))
+        settings.param_dtype = settings.optimizer_dtype = "float64"
+        return grpo.main(prepare(settings))
     if name.startswith("resume"):
         return train(Path(folder).parent, "resume", size, dict(max_iters=int(name[6:])), resume="auto")
     if name == "out of memory" and size > 1 and rank == 1:

@@ -1,10 +1,7 @@
 """Whole runs with tools and environments: logs, evaluations, bad tools, several processes, kills, memory."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -15,9 +12,7 @@ import agents
 import grpo
 from data.tools import parse_calls, schema_of
 from evaluate import prepare_evaluation, run_evaluation
-from helpers import HOME
 from helpers.models import DEVICE
-from helpers.runs import assert_same_weights, told
 from padded import a_few, padded
 from runs import loading
 from runs.log import read_lines, read_log
@@ -114,6 +109,15 @@ def test_what_a_run_with_tools_leaves_in_its_samples(run):
     assert any("".join(map(str, sample["mask"])).strip("1").count("01") > 0 for sample in samples)  # two replies
 
 
+def test_groups_that_are_selected_keep_their_episodes(tmp_path):
+    settings = settings_of(tmp_path, max_num_gen_batches=3, eval_prompts=0)
+    grpo.main(prepare(settings))
+    assert max(record["gen_batches"] for record in read_log(settings.out_dir)) == 3
+    for sample in samples_of(settings.out_dir):
+        check_messages(sample, get_tokenizer(settings.tokenizer))
+        assert sample["rewards"]["Game"] == sample["columns"]["start"] / 10
+
+
 def evaluated(folder, **options):
     """-> the summary and samples of evaluate.py"""
     options = EvaluateSettings(**dict(samples_file="none", num_prompts=6, num_samples=2) | options)
@@ -185,36 +189,6 @@ def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
     ):
         with pytest.raises(SnugError, match=message):
             grpo.train(prompts=prompts, **options | wrong)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kills and processes
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """A folder with the runs of agents.py."""
-    folder = tmp_path_factory.mktemp("found")
-    command = [sys.executable, HOME / "tests/agents.py", folder, "whole", "ddp2"]
-    environment = os.environ | dict(OMP_NUM_THREADS="1")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
-@pytest.mark.long
-@cpu_only
-def test_two_processes_have_the_episodes_of_one(found):
-    """They deal the prompts, join what they sampled, and select the groups to learn from."""
-    (ours, samples), (theirs, expected) = told(found / "ddp2"), told(found / "whole")
-    assert samples == expected and max(record["gen_batches"] for record in theirs) == 3
-    for our, their in zip(ours, theirs, strict=True):
-        assert our == {key: pytest.approx(value, abs=1e-6) for key, value in their.items()}
-    assert_same_weights(found / "ddp2", found / "whole", 1e-9)
-    tokenizer = get_tokenizer(f"{found}/tokenizer")
-    for sample in samples_of(found / "whole"):  # selected groups keep their episodes
-        check_messages(sample, tokenizer)
-        assert sample["rewards"]["Game"] == sample["columns"]["start"] / 10
 
 
 # ----------------------------------------------------------------------------------------------------------------------

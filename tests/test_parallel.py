@@ -26,7 +26,7 @@ long = pytest.mark.long
 ALL = ["sft", *CHECKS]
 ALIVE = [name for name in ALL if name not in ("host", "out of memory", "nf4")]  # it ends or refuses these
 WHOLE = [name for name in ALL if name != "offload"]
-KINDS = dict(ddp2=WHOLE, ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE)
+KINDS = dict(ddp2=[*WHOLE, "episodes"], ddp4=WHOLE, fsdp1=["offload", "lora"], fsdp2=ALIVE, fsdp4=ALIVE)
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="gloo on a CPU")
 
 

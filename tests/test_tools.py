@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 import pytest
 
@@ -21,52 +21,9 @@ from settings import GRPOSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
-
-def bare():
-    """Has no arguments.
-
-    Returns: nothing"""
-
-
-def search(query: str, top: int = 3, exact: bool | None = None) -> list[str]:
-    """Search the web. Use it
-    for facts.
-
-    Args:
-        query: the words, such as
-            snug: a GPT
-        top: how many
-        exact: in quotes
-    Returns:
-        The titles,
-        best first.
-    """
-
-
-def every(
-    a: list[int],
-    b: dict[str, float],
-    c: Literal["x", "y"],
-    d: Any,
-    e: Optional[list[str]] = None,  # noqa: UP045
-    f: dict = None,
-    g: list = (),
-):
-    """All kinds.
-
-    Args:
-        a: first
-        b: second
-
-        c: third
-        d: fourth
-        e: fifth
-        f: sixth
-        g: seventh
-
-    Raises:
-        ValueError: never
-    """
+bare = tool_of("bare", lambda: None)
+search = tool_of("search", lambda query, top=3, exact=None: None, query=str, top=int, exact=bool)
+every = tool_of("every", lambda a, b, c, d: None, a=list[int], b=dict[str, float], c=Literal["x", "y"], d=Any)
 
 
 class Counter:
@@ -137,16 +94,13 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     assert load_tools([]) == {} and list(load_tools(["mine", "mine"], {"mine": search})) == ["search"]
     with pytest.raises(SnugError, match="tools='snug_test_tools:calc': two tools have the name calc; rename one"):
         load_tools(["calc", "python", "snug_test_tools:calc"])
-    for specs, message in {
-        ("calk",): "tools='calk': write calc, python, or module:function, such as my_tools:search",
-        (
-            "snug_test_tools:cal",
-        ): "tools='snug_test_tools:cal': snug_test_tools has no function cal; did you mean calc?",
-        ("snug_test_absent:f",): "tools='snug_test_absent:f': no module snug_test_absent in",
+    for spec, message in {
+        "calk": "write calc, python, or module:function, such as my_tools:search",
+        "snug_test_tools:cal": "snug_test_tools has no function cal; did you mean calc",
+        "snug_test_absent:f": "no module snug_test_absent in",
     }.items():
-        with pytest.raises(SnugError) as error:
-            load_tools(specs)
-        assert message in str(error.value)
+        with refusal(f"tools='{spec}': {message}"):
+            load_tools([spec])
     tokenizer = get_tokenizer("bytes")
     tokenizer.chat = SimpleNamespace(tools=["another run's"])
     assert make_toolbox(GRPOSettings(environment="snug_test_tools:Game"), tokenizer).schemas == []
@@ -155,11 +109,8 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     toolbox = make_toolbox(GRPOSettings(environment="Counter"), tokenizer, {"Counter": Counter})
     assert toolbox.make_environment is Counter
     with pytest.raises(SnugError, match="^tools: environment=Counter has a method add, too; rename one$"):
-        make_toolbox(
-            GRPOSettings(tools=["add"], environment="Counter"),
-            tokenizer,
-            {"Counter": Counter, "add": tool_of("add", lambda: 1)},
-        )
+        functions = {"Counter": Counter, "add": tool_of("add", lambda: 1)}
+        make_toolbox(GRPOSettings(tools=["add"], environment="Counter"), tokenizer, functions)
     with pytest.raises(SnugError, match="environment='Game': write module:Class"):
         make_toolbox(GRPOSettings(environment="Game"), tokenizer)
 
