@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from snug.device.cuda import padded, upload
+from snug.device.kinds import padded, upload
 from snug.device.processes import ONE_PROCESS
 from snug.kernels.segments import Segments
 from snug.memory.ledger import COMPONENTS
@@ -179,7 +179,7 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     sizes += [(1, [])] * (padded(T, tokens) - T)  # prompts of one token, without completions
     mask = Segments(sizes, device)
     host = tables_of(groups, sizes, cut.places, sequences.tokens.shape[1])
-    host |= dict(start=mask.start(), tiles=mask.tiles().ravel())
+    host |= dict(start=mask.start, tiles=mask.tiles().ravel())
     together = upload(np.concatenate(list(host.values())), device)
     tables = dict(zip(host, together.split(list(map(len, host.values()))), strict=True))
     mask.tables = tables.pop("start"), tables.pop("tiles").view(-1, 5)

@@ -215,7 +215,7 @@ def trainable(rollouts, indices, settings) -> list[int]:
 def teaches(rollouts, indices, settings) -> bool:
     """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
     sequences = trainable(rollouts, indices, settings)
-    always = settings.entropy_coef or settings.teacher or settings.beta
+    always = settings.teacher or settings.beta
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns) or not finite_columns(rollouts, indices)
 
@@ -286,12 +286,8 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
         return loss
 
     head = partial(head_loss, entropy=True)
-    if settings.entropy_coef or settings.needs_whole_sequences:  # a second look at the logits
-        tokens_in_average = counts["num_tokens"]
-        if settings.depends_on_cut:
-            tokens_in_average = len(micro.targets) * counts["num_micro_batches"]
-        entropy_weight = settings.entropy_coef / tokens_in_average
-        head = partial(head_loss_in_two_visits, entropy_weight=entropy_weight)
+    if settings.needs_whole_sequences:  # a second look at the logits
+        head = head_loss_in_two_visits
     results = head(
         hidden,
         model.lm_head_weight,

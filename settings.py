@@ -221,7 +221,6 @@ class LossOptions:
     )
     sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0", minimum=1e-3)
     sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere", minimum=1e-3)
-    entropy_coef: float = option(0.0, "weight of a bonus for the tokens' entropy in nats")
     importance_sampling_cap: float | None = option(
         None,
         "weight tokens by p_trainer / p_sampler, at most by this; costs a forward pass; none: off",

@@ -8,7 +8,7 @@ right after a rollout), both gradients; the yardstick is the three bare matrix p
 by round, torch.compile after the others; a figure is the median of the rounds. "loss + gradient" is what the head does
 with each chunk of logits.
 
-rate       TB/s of logits read and written (passes: forward 1, loss + gradient and backward 2, both 3), or TFLOP/s of
+rate       TB/s of logits read and written (passes: forward 1, loss + gradient 2, forward + backward 3), or TFLOP/s of
            6 M C V operations
 extra MiB  most bytes alive during the call without the inputs: with the weight's gradient, and with a frozen weight
 error      of log-probs, against float64 on the same inputs, the largest of 64 rows
@@ -27,7 +27,7 @@ from common import DEVICE, begin, chosen, clocked, parser, result, synchronize
 
 from snug.device.kinds import MIB
 from snug.logprobs.head import head_logprobs, head_loss
-from snug.logprobs.rows import Options, backward_rows, forward_rows, token_logprobs
+from snug.logprobs.rows import Options, forward_rows, token_logprobs
 from snug.memory.ledger import LiveBytes
 
 SHAPES = {  # logits (M, V), head (M, C, V), dtype, chunk_mb's, rounds
@@ -194,20 +194,15 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
         return float((function(logits[:64], targets[:64]) - exact).abs().max())
 
     ready = {name: function for name, function in logits_contenders(libraries, compile).items() if function}
-    options = Options(1.0, V, False, dtype)
-    lse, ones, zeros = (torch.full((M,), value, device=DEVICE) for value in (12.0, 1.0, 0.0))
-    arguments = logits, targets, options, lse, zeros, ones, zeros, other
-    backward = {"snug, kernel alone": lambda: backward_rows(*arguments)}
 
     def visit(entropy):
-        results = [torch.empty(M, device=DEVICE) for _ in range(2 + entropy)]
-        forward_rows(other, targets, options, *results, overwrite=True, gradient=True)
+        results = [torch.empty(M, device=DEVICE) for _ in range(1 + entropy)]
+        forward_rows(other, targets, Options(1.0, V), *results, overwrite=True, gradient=True)
 
     one_visit = {"snug, one visit": partial(visit, False), "snug, one visit with entropy": partial(visit, True)}
     stages = {  # what, passes over the logits that it takes at least, contenders
         "loss + gradient": (2, one_visit),
         "forward": (1, {name: partial(forward, f) for name, f in ready.items()}),
-        "backward": (2, backward),
         "forward + backward": (3, {name: partial(both, f) for name, f in ready.items()}),
     }
     cases = [(stage, passes, part) for stage, (passes, calls) in stages.items() for part in turns(calls)]
@@ -216,13 +211,12 @@ def bench_logits(M, V, dtype, rounds, libraries, compile, only):
         for name in (name for name in calls if name in times):
             rate, copied = (n * read / times[which] / 1e9 for n, which in ((passes, name), (2, "copy")))  # TB/s
             details = dict(rate=rate, error=error(ready[name]) if stage == "forward" else None)
-            if stage != "backward":
-                details |= dict(extra_mib=extra_mib(calls[name], logits, other, targets))
+            details |= dict(extra_mib=extra_mib(calls[name], logits, other, targets))
             if stage == "loss + gradient":
                 aim = dict(at_most=1.75) if name == "snug, one visit" else {}
                 result(f"{stage}: {name}", times[name], "ms", **aim, share=rate / copied, **details)
             else:
-                aim = dict(at_least=90) if name in ("snug", "snug, kernel alone") and passes < 3 else {}
+                aim = dict(at_least=90) if name == "snug" and passes < 3 else {}
                 result(f"{stage}: {name}", 100 * rate / copied, "% copy", **aim, ms=times[name], **details)
 
 

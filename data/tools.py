@@ -37,9 +37,8 @@ from copy import deepcopy
 from data import imported
 from data.calls import OutOfTime, awaited, complete, name_of
 from data.countdown import MAX_CHARS, NODES, value_of
-from snug.options import SnugError, in_one_line
+from snug.options import SnugError, in_one_line, well_formed
 from snug.sandbox import of_thread
-from snug.tokenizer.chat import well_formed
 
 OPERATORS = NODES | {ast.UAdd: operator.pos, ast.USub: operator.neg}  # of `calc`
 PYTHON_SECONDS = 5.0  # for the code of one call

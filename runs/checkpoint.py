@@ -39,6 +39,7 @@ OF_A_RUN = (*WEIGHTS, "optimizer.safetensors")  # of one that goes on
 # Options that are gone, and the value with which a run goes on as it was.
 GONE = dict(
     adam_beta1=0.9,
+    entropy_coef=0.0,
     delta=None,
     importance_sampling_mode="token_truncate",
     countdown_max_target=9999,

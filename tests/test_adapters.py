@@ -88,11 +88,11 @@ ROUND_TRIPS = {"gpt2": ("gpt2", []), "half": ("llama", ["--lora_target_modules=q
 
 
 @pytest.mark.parametrize("case", ROUND_TRIPS)
-def test_what_snug_wrote_is_read(case, tmp_path):
+def test_what_snug_wrote_is_read(case, tmp_path, varied_rewards):
     """In float64 the logits are those of the run's own model, its adapters merged."""
     shape, options = ROUND_TRIPS[case]
     base = make_base(tmp_path / "base", shape)
-    run_grpo(base, tmp_path / "run", *LORA, *options, "--entropy_coef=0.1")
+    run_grpo(base, tmp_path / "run", *LORA, *options, "--reward_funcs=lora_rewards:varied")
     export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert config["fan_in_fan_out"] == (shape == "gpt2")
@@ -257,10 +257,10 @@ def folders(tmp_path):
 
 
 @pytest.mark.parametrize("options", [[], LORA])
-def test_a_run_begins_from_it(options, folders, tmp_path):
+def test_a_run_begins_from_it(options, folders, tmp_path, varied_rewards):
     """Its reference is the base with the adapters; so is the base of its own adapters."""
     base, adapters = folders
-    log = run_grpo(adapters, tmp_path / "run", *options, "--entropy_coef=0.1")
+    log = run_grpo(adapters, tmp_path / "run", *options, "--reward_funcs=lora_rewards:varied")
     assert log[0]["kl"] == pytest.approx(0, abs=1e-6) and log[1]["kl"] > 1e-5
     if options:
         run, begin = load_run(tmp_path / "run", "cpu").model, load_run(adapters, "cpu").model
@@ -272,10 +272,10 @@ def test_a_run_begins_from_it(options, folders, tmp_path):
         run_grpo(adapters, tmp_path / "second", *LORA, "--base_dtype=nf4")
 
 
-def test_stopped_and_resumed_is_the_same_run(folders, tmp_path):
+def test_stopped_and_resumed_is_the_same_run(folders, tmp_path, varied_rewards):
     """A change of the adapters, or of their base, is noticed."""
     base, adapters = folders
-    options = [*LORA, "--entropy_coef=0.1"]
+    options = [*LORA, "--reward_funcs=lora_rewards:varied"]
     run_grpo(adapters, tmp_path / "whole", *options, "--max_iters=2")
     run_grpo(adapters, tmp_path / "halves", *options, "--max_iters=1")
     run_grpo(adapters, tmp_path / "halves", *options, "--max_iters=2", "--resume=auto")

@@ -14,7 +14,7 @@ from batch import Cut, Sequences, make_micro_batch
 from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.rollouts import as_on_cuda, some_rollouts
 from settings import GRPOSettings, SFTSettings
-from snug.device.cuda import padded
+from snug.device.kinds import padded
 from snug.device.processes import OneProcess
 from training import frozen
 
@@ -185,7 +185,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("variant", [dict(), dict(beta=0.1, importance_sampling_cap=2.0), dict(entropy_coef=0.1)])
+@pytest.mark.parametrize(
+    "variant", [dict(), dict(beta=0.1, importance_sampling_cap=2.0), dict(importance_sampling_level="sequence")]
+)
 def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
     """What a GPU would have to finish first: reading a scalar, finding the elements that are not 0."""
     model = make_flat_model()

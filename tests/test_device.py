@@ -19,7 +19,7 @@ from snug import kernels
 from snug.device import cuda
 from snug.device.cpu import stays_float32
 from snug.device.host import Ledger
-from snug.device.kinds import MIB, PlanningMode, kind_planned
+from snug.device.kinds import MIB, PlanningMode, kind_planned, upload
 from snug.device.pick import pick_device, with_dtype
 from snug.kernels import has_tensor_cores, uses_triton, why_no_kernels
 from snug.logprobs.head import ALREADY_ADDED
@@ -190,7 +190,7 @@ def test_mps_waits_for_uploads_that_are_not_pinned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **options: seen.append((device.type, options)) or x)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: seen.append("pinned") or x)
     for kind in ("cpu", "mps", "cuda"):
-        cuda.upload([1, 2], torch.device(kind))
+        upload([1, 2], torch.device(kind))
     assert seen == [("cpu", {}), ("mps", {}), "pinned", ("cuda", dict(non_blocking=True))]
 
 

@@ -148,7 +148,7 @@ def test_the_sampler_is_the_naive_one(pair, size):
 
 
 def agree_with_naive(pair, count, longest, replies=False):
-    """Ragged prompts, slots that get new sequences, completions behind the window of 12: its ring goes round."""
+    """Ragged prompts, slots that get new sequences, completions behind the window of 12."""
     model = GPT.from_pretrained(pair[1], dtype="float64")
     prompts, options = [list(range(3, 8)), list(range(40, 62))], dict(seed=1, stop_token=(5, 17, 30))
     if replies:

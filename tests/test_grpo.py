@@ -45,11 +45,10 @@ VARIANTS = {
     "dr_grpo": dict(loss_type="dr_grpo"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05),
-    "entropy": dict(entropy_coef=0.1, kl_estimator="k3_no_ratio"),
-    "gspo with entropy": dict(importance_sampling_level="sequence", entropy_coef=0.1),
+    "the KL without a ratio": dict(kl_estimator="k3_no_ratio"),
     "truncated importance": dict(importance_sampling_cap=1.1),
     "truncated completions masked": dict(mask_truncated_completions=True, loss_type="grpo"),
-    "bnpo": dict(loss_type="bnpo", entropy_coef=0.1),
+    "bnpo": dict(loss_type="bnpo"),
 }
 
 
@@ -73,7 +72,7 @@ def plain_loss(model, rollouts, select, settings):
         lengths = torch.tensor([c], device=DEVICE)
         columns = chosen, old, rollouts.advantages[i : i + 1], zeros, lengths, ref
         loss, _ = policy_loss(*columns, options=settings, sampling_logprobs=sampled, **counts)
-        total = total + loss + settings.entropy_coef * (logp.exp() * logp).sum() / counts["num_tokens"]
+        total = total + loss
     return total
 
 

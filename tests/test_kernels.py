@@ -163,23 +163,22 @@ def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, rotary, stretch, 
 
 @in_kernels
 @pytest.mark.parametrize(
-    "shape, dtype, stretch, columns",
+    "shape, dtype, stretch, moments",
     [
-        (dict(sliding_window=1), torch.float16, 3, 1),
-        (dict(sliding_window=5, kv_heads=1, rotary_fraction=0.5), torch.float32, 3, 5),
-        long(dict(sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, 4, 14),
+        (dict(sliding_window=1), torch.float16, 3, 3),
+        (dict(sliding_window=5, kv_heads=1, rotary_fraction=0.5), torch.float32, 3, 7),
+        long(dict(sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, 4, 16),
         (dict(sliding_window=20, T_p=70, lengths=(34, 33, 70)), torch.float32, None, 16),
     ],
 )
-def test_kernel_attends_within_a_window(shape, dtype, stretch, columns, launches, monkeypatch):
-    """In a ring of fewer columns, and with windows that begin in the prompt: a block behind its begin, for one slot of a
-    program and not yet for another. All of a head's numbers turn, or half, or 18 of 24."""
+def test_kernel_attends_within_a_window(shape, dtype, stretch, moments, launches, monkeypatch):
+    """Also where a window begins in the prompt: a block behind its begin, for one slot of a program and not yet for
+    another. All of a head's numbers turn, or half, or 18 of 24."""
     if stretch:
         monkeypatch.setattr(attention, "split_columns", lambda width, *_: (-(-width // stretch), stretch))
     cache, config, prompts = make_cache(dtype, T_c=16, **shape)
-    assert [part.both.shape[4] for part in cache.completions] == [columns]
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
-    three = [moment[:3] for moment in LONG_ROWS[: columns + 2]]  # slots
+    three = [moment[:3] for moment in LONG_ROWS[:moments]]  # slots
     assert run_rows(cache, config, prompts, three, tolerance, rotary=True) == 3 * len(three)
 
 
@@ -213,8 +212,7 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, own, monke
     def forward_step(batch):
         buffers = [batch.sequences, batch.t, batch.token, batch.prompt_length, batch.tokens, batch.logprobs, batch.u]
         cache = batch.cache
-        buffers += [part.both for part in cache.completions]
-        buffers += [cache.prompt, cache.prompt_lengths, cache.tiles, cache.counters]
+        buffers += [cache.completions, cache.prompt, cache.prompt_lengths, cache.tiles, cache.counters]
         addresses.setdefault(len(batch.sequences), set()).add(tuple(buffer.data_ptr() for buffer in buffers))
         original(batch)
         assert batch.cache.t.data_ptr() == batch.t.data_ptr()
@@ -270,23 +268,17 @@ def test_stretches_cover_a_row():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
     itemsize = 2 if dtype == "bf16" else 4
-    types = dict.fromkeys(("logits", "dlogits"), "*" + dtype) | {"targets": "*i64"}
-    types |= dict.fromkeys(("logprobs", "lse", "entropy", "coefficients", "dentropy"), "*fp32")
-    without = ("coefficients", "dentropy"), ("entropy", "dlogits")
-    for name, absent in {
-        "forward": without[0] + without[1],
-        "entropy": (*without[0], "dlogits"),
-        "gradient": (*without[0], "entropy"),
-        "entropy, gradient": without[0],
-        "backward": ("logprobs",),
-    }.items():
-        width = -(-V // 16) * 16 if "gradient" in name else V  # the head's buffer has aligned rows
-        block, warps = tile(width, itemsize, "dlogits" not in absent)
-        integers = dict(width=width, n_vocab=V, row_stride=width, out_row_stride=width)
-        constants = {"BLOCK": block, "PADDED": "entropy" not in absent}  # padding costs registers as well
+    types = {"logits": "*" + dtype, "targets": "*i64", "logprobs": "*fp32", "entropy": "*fp32"}
+    for name in ("forward", "entropy", "gradient", "entropy, gradient"):
+        gradient, absent = "gradient" in name, [] if "entropy" in name else ["entropy"]
+        width = -(-V // 16) * 16 if gradient else V  # the head's buffer has aligned rows
+        block, warps = tile(width, itemsize, gradient)
+        integers = dict(width=width, n_vocab=V, row_stride=width)
+        # padding costs registers as well
+        constants = {"BLOCK": block, "PADDED": "entropy" in name, "GRADIENT": gradient}
         constants |= dict.fromkeys(absent) | ones(**integers)
         pointers = {argument: kind for argument, kind in types.items() if argument not in absent}
-        multiples = aligned(width=width, row_stride=width, out_row_stride=width)
+        multiples = aligned(width=width, row_stride=width)
         its = pointers, constants, multiples, warps, tmp_path
         used, ptx = resources(rows.rows_kernel, capability, *its)
         print(f"sm_{capability} V={V} {dtype} {name} {block=} {warps=}", used)

@@ -134,10 +134,10 @@ def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, varied_r
     assert all(module.lora_B.any() for module in lora.adapted(run.model))
 
 
-def test_adapters_go_on_from_adapters(sft, tmp_path):
+def test_adapters_go_on_from_adapters(sft, tmp_path, varied_rewards):
     """A second run begins from the first's merged weights, which are its reference, too."""
-    run_grpo(sft, tmp_path / "first", *LORA, "--entropy_coef=0.1")
-    log = run_grpo(tmp_path / "first", tmp_path / "second", *LORA, "--entropy_coef=0.1")
+    run_grpo(sft, tmp_path / "first", *LORA, "--reward_funcs=lora_rewards:varied")
+    log = run_grpo(tmp_path / "first", tmp_path / "second", *LORA, "--reward_funcs=lora_rewards:varied")
     assert log[0]["kl"] == 0
     first, second = (load_run(tmp_path / name, "cpu").model for name in ("first", "second"))
     lora.merge(first)

@@ -318,3 +318,13 @@ def test_a_loss_of_ones_own_trains_plans_and_resumes(tmp_path, monkeypatch, caps
     assert grpo.train(resume="c", reward_funcs=small["reward_funcs"]).log[-1]["loss"] == logs[1][-1]["loss"]
     grpo.train(out_dir="d", loss_type="my_losses_of_a_test:tight", plan=True, **small)
     assert "peak_gib=" in capsys.readouterr().out
+
+
+def test_a_bonus_for_the_entropy_as_a_loss_of_each_token():
+    """docs/algorithm.md has it. In expectation over all tokens its gradient is the negative entropy's."""
+    logits = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    logprobs = torch.log_softmax(logits, -1)
+    losses = logprobs.detach() * logprobs
+    (found,) = torch.autograd.grad((logprobs.detach().exp() * losses).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((logprobs.exp() * logprobs).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

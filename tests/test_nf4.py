@@ -338,8 +338,8 @@ def test_a_run_moves_adapters_alone(half, sft, tmp_path, varied_rewards):
         run_grpo(sft, tmp_path / "run", *LORA, *options, "--resume=auto", "--base_dtype=")
 
 
-def test_export_is_the_model_that_trained(sft, tmp_path):
-    run_grpo(sft, tmp_path / "run", *LORA, "--lora_target_modules=qkv,up", "--entropy_coef=0.1")
+def test_export_is_the_model_that_trained(sft, tmp_path, varied_rewards):
+    run_grpo(sft, tmp_path / "run", *LORA, "--lora_target_modules=qkv,up", "--reward_funcs=lora_rewards:varied")
     export.main(ExportSettings(to=str(tmp_path / "export"), dtype="float32"), str(tmp_path / "run"))
     model, tokens = load_run(tmp_path / "run", "cpu").model, torch.arange(20)[None]
     expected = model.logits(model(tokens))
@@ -357,13 +357,13 @@ PEFT_CASES = {
 
 @pytest.mark.both
 @pytest.mark.parametrize("case", PEFT_CASES)
-def test_adapters_are_exported_as_peft_has_them(case, tmp_path):
+def test_adapters_are_exported_as_peft_has_them(case, tmp_path, varied_rewards):
     """PEFT's logits beside the base, here dequantized; without PEFT: the products of A and B, matrix by matrix."""
     shape, options = PEFT_CASES[case]
     base = make_model(shape, vocab_size=257, **dict(qk_norm=False, proj_bias=False) if shape == "llama" else {})
     save_pretrained(base, tmp_path / "base")
     get_tokenizer("bytes").save(tmp_path / "base")
-    run_grpo(tmp_path / "base", tmp_path / "run", *LORA, *options, "--entropy_coef=0.1")
+    run_grpo(tmp_path / "base", tmp_path / "run", *LORA, *options, "--reward_funcs=lora_rewards:varied")
     export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
     model, tokens = load_run(tmp_path / "run", "cpu").model, torch.arange(20)[None]
     expected = model.logits(model(tokens)).detach()
@@ -399,10 +399,10 @@ def test_adapters_that_peft_cannot_have_are_refused(sft, tmp_path):
             export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(folder))
 
 
-def test_a_plain_run_goes_on_from_it(sft, tmp_path):
+def test_a_plain_run_goes_on_from_it(sft, tmp_path, varied_rewards):
     """From the dequantized weights with the adapters added, which are its reference, too. 4 bits would round them away."""
-    run_grpo(sft, tmp_path / "run", *LORA, "--entropy_coef=0.1", "--lora_target_modules=qkv,up")
-    log = run_grpo(tmp_path / "run", tmp_path / "plain", "--entropy_coef=0.1")
+    run_grpo(sft, tmp_path / "run", *LORA, "--reward_funcs=lora_rewards:varied", "--lora_target_modules=qkv,up")
+    log = run_grpo(tmp_path / "run", tmp_path / "plain", "--reward_funcs=lora_rewards:varied")
     assert log[0]["kl"] == 0
     merged = lora.merge(load_run(tmp_path / "run", "cpu").model)
     begin = make_gpt(vars(merged.config), "cpu", initialise=False)

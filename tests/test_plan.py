@@ -47,9 +47,7 @@ CONFIGS = {
 # Other tests plan like these: of NF4, of a CUDA device.
 RARE = {
     "bfloat16": dict(max_tokens_per_micro_batch=306, n_layer=4, n_embd=192, **BF16),
-    "entropy, importance, refilled": dict(
-        entropy_coef=0.01, importance_sampling_cap=2.0, max_num_gen_batches=3, max_tokens_per_micro_batch=306
-    ),
+    "importance, refilled": dict(importance_sampling_cap=2.0, max_num_gen_batches=3, max_tokens_per_micro_batch=306),
     "reference on the host": BLOCK | dict(beta=0.04, reference="host", vocab_size=4080, max_tokens_per_micro_batch=102),
     "selective": dict(checkpoint_blocks="selective", max_tokens_per_micro_batch=306, **LLAMA),
     "autocast": dict(dtype="bfloat16", n_embd=192, **LLAMA),

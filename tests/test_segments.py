@@ -49,7 +49,7 @@ def words(groups):
 
 def test_the_docstrings_example():
     segments = Segments(EXAMPLE)
-    assert segments.start().tolist() == [0, 0, 2, 2, 4, 5, 5]
+    assert segments.start.tolist() == [0, 0, 2, 2, 4, 5, 5]
     assert segments.groups == [(0, 2, 5), (5, 7, 7)]
     assert segments.begins.tolist() == [0, 2, 4, 5] and segments.lengths.tolist() == [2, 2, 1, 2]
     assert segments.longest == 4
@@ -58,7 +58,7 @@ def test_the_docstrings_example():
     assert tiles == [[0, 2, 0, 0, 5], [5, 7, 0, 0, 7], [2, 4, 0, 2, 4], [4, 5, 0, 2, 5]]
     assert segments.tiles().tolist() == [[0, 2, 0, 0, 5], [5, 7, 0, 0, 7], [2, 5, 0, 2, 5]]
     start, tiles = segments.tables
-    assert start.tolist() == segments.start().tolist() and tiles.tolist() == segments.tiles().tolist()
+    assert start.tolist() == segments.start.tolist() and tiles.tolist() == segments.tiles().tolist()
 
 
 @given(some_groups)
@@ -70,7 +70,7 @@ def test_the_mask_is_what_the_words_say(groups):
 def test_start_and_tiles_say_the_same(groups, tile):
     """Of each tile: its tokens, the prompt they see beside their own segments, and the last token that sees them."""
     segments, sees = Segments(groups), np.array(words(groups))
-    row, start = segments_of(groups), segments.start()
+    row, start = segments_of(groups), segments.start
     joined = [(g, s if len(groups[g][1]) > 1 else 0) for g, s in row]  # a prompt with one completion is one segment
     assert [joined.index(token) for token in joined] == start.tolist()
     assert segments.longest == max(prompt + max(completions, default=0) for prompt, completions in groups)

@@ -47,7 +47,7 @@ def slowly(logits, teacher_logits, temperature=1.0):
 def test_the_numbers_of_the_docstring():
     logits, teacher_logits = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()[:, None]
     found = torch.empty(1)
-    divergence.divergence_rows(logits, teacher_logits, rows.Options(1.0, 2, False, F32), found)
+    divergence.divergence_rows(logits, teacher_logits, rows.Options(1.0, 2), found)
     assert found.item() == pytest.approx(0.511, abs=5e-4)
 
 
@@ -62,7 +62,7 @@ def test_rows_against_float64(M, V, V_T, n_vocab, temperature, dtype):
     exact = logits.double()[:, :n_vocab].requires_grad_()
     expected = slowly(exact, teacher_logits[:, :n_vocab], temperature)
     expected.sum().backward()
-    options = rows.Options(temperature, n_vocab, False, dtype)
+    options = rows.Options(temperature, n_vocab)
     found = torch.empty(M, dtype=F64 if dtype == F64 else F32, device=DEVICE)
     divergence.divergence_rows(logits, teacher_logits, options, found)
     exactly = 1e-12 if dtype == F64 else 2e-5
@@ -75,7 +75,7 @@ def test_rows_against_float64(M, V, V_T, n_vocab, temperature, dtype):
 def test_rows_in_slabs(kind, slabs, monkeypatch):
     """The same as in one; a GPU's are 32 times as large, so that it does not wait for launches."""
     logits, teacher_logits = torch.randn(2, 9, 67, generator=torch.Generator().manual_seed(1), dtype=F64)
-    options, whole, found = rows.Options(0.7, 67, False, F64), torch.empty(9, dtype=F64), torch.empty(9, dtype=F64)
+    options, whole, found = rows.Options(0.7, 67), torch.empty(9, dtype=F64), torch.empty(9, dtype=F64)
     again = teacher_logits.clone()
     divergence.divergence_rows(logits, teacher_logits, options, whole)
     counts, original = [], divergence.slabs
@@ -92,7 +92,7 @@ def test_rows_of_logits_far_apart_are_finite():
     logits = torch.tensor([[0.0, -300, -300, 80], [500, 0, -500, 0]], device=DEVICE)
     teacher_logits = torch.tensor([[0.0, 300, -300, -80], [-500, 0, -500, 0]], device=DEVICE)
     found = torch.empty(2, device=DEVICE)
-    divergence.divergence_rows(logits, teacher_logits, rows.Options(1.0, 4, False, F32), found)
+    divergence.divergence_rows(logits, teacher_logits, rows.Options(1.0, 4), found)
     assert found.isfinite().all() and teacher_logits.isfinite().all() and (found > 0.6).all()
 
 
@@ -258,7 +258,7 @@ def teacher_at_home(teacher):
 
 
 @pytest.mark.parametrize("name, options", [
-    ("reverse_kl", dict(importance_sampling_level="sequence", entropy_coef=0.1)),
+    ("reverse_kl", dict(importance_sampling_level="sequence")),
     ("sampled", dict(importance_sampling_cap=1.5, beta=0.1)),
     ("reverse_kl", dict(mask_truncated_completions=True, loss_type="grpo")),
     ("reverse_kl", dict(reward_coef=0.0)),

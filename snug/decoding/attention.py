@@ -5,13 +5,10 @@ next power of two. A program takes one key head and a stretch of columns: of a p
 and so read it once, or of one slot's completion. It rotates its queries itself. Its result is a part of their softmax.
 The last program to finish with a query joins the parts (`join`).
 
-WINDOW: how many tokens a token sees, itself included; 0: all before it. With one, completions are a ring of T_c
-columns, in which token t has column t % T_c (kvcache.Completions). PART: how many of a head's numbers turn; 0: all.
+WINDOW: how many tokens a token sees, itself included; 0: all before it. PART: how many of a head's numbers turn; 0: all.
 
 Left out: prefill, which is the model's own attention. Test: pytest tests/test_kernels.py
 """
-
-import numpy as np
 
 from snug.kernels import triton
 
@@ -47,7 +44,6 @@ if triton is not None:
         active,
         latest,
         earliest,
-        ring,
         scale,
         d,
         D,
@@ -57,8 +53,8 @@ if triton is not None:
         """The softmax of active queries (M,) over columns begin .. end - 1, online (Milakov and Gimelshein 2018).
 
         q (M, DP); keys and values: column 0 of (columns, D). latest (M,): the column of each query's token, counted on
-        from these columns, which are a ring of `ring` if the token's column is among them. With a window a query sees
-        the columns whose age is less. -> top, total (M,), acc (M, DP)"""
+        from these columns; earliest: the smallest of them. With a window a query sees the columns whose age is less.
+        -> top, total (M,), acc (M, DP)"""
         if WINDOW:  # skip whole blocks, so that a query's sums do not depend on its neighbours
             begin += tl.maximum(earliest + 1 - WINDOW - begin, 0) // N * N
         q = q.to(keys.dtype.element_ty)
@@ -71,8 +67,7 @@ if triton is not None:
             mask = (column < end)[:, None] & (d[None, :] < D)
             sees = (column < end)[None, :] & active[:, None]
             if WINDOW:
-                age = latest[:, None] - column[None, :]
-                sees &= tl.where(age < 0, age + ring, age) < WINDOW
+                sees &= latest[:, None] - column[None, :] < WINDOW
             k = tl.load(keys + at, mask, 0.0)
             v = tl.load(values + at, mask, 0.0)
             z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -194,9 +189,6 @@ if triton is not None:
             begin = split * completion_chunk
             now = tl.load(t + s).to(tl.int32)
             end = tl.minimum(begin + completion_chunk, now + 1)
-            if WINDOW:
-                end = tl.minimum(end, T_c)
-                now %= T_c
             latest = tl.full((M,), now, tl.int32)
             earliest = now
             if now // completion_chunk == split:
@@ -210,7 +202,7 @@ if triton is not None:
         head = g * R + r
         q = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
         top, total, acc = attend_columns(
-            q, keys, values, begin, end, active, latest, earliest, T_c, scale, d, D, N, WINDOW
+            q, keys, values, begin, end, active, latest, earliest, scale, d, D, N, WINDOW
         )
         query, splits = slot * G * R + head, prompt_splits + completion_splits
         join(parts, tops, totals, counters, y, split, splits, query, active, top, total, acc, d, D)
@@ -243,28 +235,3 @@ def split_columns(width: int, programs: int, block: int):
     splits = min(-(-blocks // 2), max(1, PROGRAMS // programs), 16)
     each = -(-blocks // splits)
     return -(-blocks // each), each * block
-
-
-def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
-    """prompt_slot (n,), the prompt slot that each slot reads -> (tiles, 1 + tile) int32.
-
-    A line has a prompt slot and the slots of one program, which all read it; -1: none. The number of lines is the most
-    that any n slots may need, so that a CUDA graph keeps its grid."""
-    n = len(prompt_slot)
-    lines = (n + min(n, prompt_slots) * (tile - 1)) // tile
-    table = np.full((lines, 1 + tile), -1, dtype=np.int32)
-    rank, counts = ranks(prompt_slot)
-    lines_of_prompt = -(-counts // tile)
-    line = (lines_of_prompt.cumsum() - lines_of_prompt)[prompt_slot] + rank // tile
-    table[line, 0] = prompt_slot
-    table[line, 1 + rank % tile] = np.arange(n)
-    return table
-
-
-def ranks(prompt_slot: np.ndarray):
-    """-> each slot's rank among those that read the same prompt slot (n,), and how many read each prompt slot."""
-    counts = np.bincount(prompt_slot)
-    order = np.argsort(prompt_slot, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order)) - (counts.cumsum() - counts)[prompt_slot[order]]
-    return rank, counts

@@ -31,8 +31,7 @@ from snug.decoding.draw import sample_tokens
 from snug.decoding.kvcache import KVCache
 from snug.decoding.recorder import Recorder
 from snug.decoding.turns import Turns
-from snug.device.cuda import upload
-from snug.device.kinds import kind_of
+from snug.device.kinds import kind_of, upload
 from snug.kernels import uses_triton
 from snug.memory.ledger import unwatched
 from snug.options import SnugError
@@ -101,8 +100,7 @@ class DecodeBatch:
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width, dtype = max(map(len, prompts)), model.compute_dtype
         sizes = prompt_slots, width, slots, max_new_tokens
-        keep_all = ask is not None
-        self.cache = KVCache(model.config, *sizes, dtype, self.device, k, keep_all)
+        self.cache = KVCache(model.config, *sizes, dtype, self.device, k)
         self.prompt_hidden = torch.zeros(
             prompt_slots, model.config.n_embd, dtype=dtype, device=self.device
         )

@@ -20,52 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from snug.decoding import attention
-from snug.device.cuda import upload
-from snug.device.kinds import kind_of
+from snug.device.kinds import kind_of, upload
 from snug.kernels import LOG2_OF_E, launch, uses_triton
 from snug.kernels.rotary import rotate
 from snug.memory.ledger import component
-
-
-class Completions:
-    """The completions' keys and values in the layers that see the same window.
-
-    both    (layers, 2, slots, G, W, D): token t of a completion is in column t % W
-
-    W is the window; without one, or where that is shorter, T_c, the longest completion. The age of column c for a
-    token t is (t - c) % W. The token sees it if the age is less than the window, and not more than t: nothing is before
-    token 0. With a window of 3 and t = 4, a token sees all columns:
-
-        column  0 1 2
-        token   3 4 2
-        age     1 0 2
-    """
-
-    def __init__(self, window, both):
-        """window: 0 if the layers see all."""
-        self.window, self.both, self.width = window, both, both.shape[4]
-        self.cleared = 0  # columns
-
-    def clear(self, slots, columns):
-        """Zero these columns, if not all are written, of the first slots; later calls have no more of them.
-
-        Plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN. Memory that is not used is not touched:
-        to zero all at first was a tenth of a rollout.
-        """
-        if columns > self.cleared:
-            end = columns + 15
-            self.both[:, :, :slots, :, self.cleared : end] = 0
-            self.cleared = end
-
-    def sees(self, prompt_lengths, t, T_p, columns):
-        """prompt_lengths (n,), t (n, S): numbers of tokens -> (n, S, T_p + columns) boolean: what they see of their
-        prompt, and of their completion's columns."""
-        t, length = t[..., None], prompt_lengths[:, None, None]
-        column = torch.arange(T_p, device=t.device)
-        age = (t - torch.arange(columns, device=t.device)) % self.width
-        window = self.window or T_p + self.width  # more than all
-        in_prompt = (column < length) & (length + t - column < window)
-        return torch.cat([in_prompt, (age <= t) & (age < window)], -1)
 
 
 @component("KV cache")
@@ -73,7 +31,7 @@ class KVCache:
     """Keys and values. G is n_kv_head, H n_head, R = H / G, D head_size.
 
     prompt        (n_layer, 2, prompt slots, G, T_p, D)   a prompt in each slot, right-padded
-    completions   {window: Completions}                   a completion in each slot
+    completions   (n_layer, 2, slots, G, T_c, D)          a completion in each slot
 
     Slot s reads prompt slot `prompt_slot[s]` and columns 0 .. t[s] of its completion. Two prompt slots, four slots:
 
@@ -95,33 +53,23 @@ class KVCache:
         dtype,
         device,
         group_size=1,
-        keep_all=True,
     ):
-        """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt. keep_all:
-        layers with a window keep the whole completion, too, as replies need it."""
-        layers = {}  # window -> its layers
-        for layer in range(config.n_layer):
-            layers.setdefault(config.windows[layer], []).append(layer)
+        """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt."""
 
-        def new(layers, slots, columns, make=torch.empty):
-            shape = layers, 2, slots, config.n_kv_head, columns, config.head_size
-            return make(shape, dtype=dtype, device=device)
+        def shape(slots, columns):
+            return config.n_layer, 2, slots, config.n_kv_head, columns, config.head_size
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.completions, self.of_layer = [], {}  # of_layer: layer -> its Completions, its place there
-        for window, numbers in layers.items():
-            columns = width if keep_all or not window else min(width, window)
-            part = Completions(window, new(len(numbers), slots, columns))
-            self.completions.append(part)
-            self.of_layer |= {layer: (part, place) for place, layer in enumerate(numbers)}
-        self.prompt = new(config.n_layer, prompt_slots, prompt_width, torch.zeros)
+        self.completions = torch.empty(shape(slots, width), dtype=dtype, device=device)
+        self.cleared = 0  # columns of completions
+        self.prompt = torch.zeros(shape(prompt_slots, prompt_width), dtype=dtype, device=device)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.ragged = False  # is a prompt shorter than the others?
         self.max_length = prompt_width + width
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
         self.reply = None  # what the next forward needs to read replies; None: it reads none
-        # For the kernel: its constants, attention.tiles_of, and how many parts of each query's softmax are stored
+        # For the kernel: its constants, tiles_of, and how many parts of each query's softmax are stored
         # (attention.join).
         if uses_triton(self.prompt):
             heads = config.n_head, config.n_kv_head, config.head_size
@@ -145,7 +93,7 @@ class KVCache:
         """Keep only these slots, the first `columns` columns, and prompt slots, rising numbers, as 0, 1, 2 ..."""
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
-        tensors = [(part.both, slots, columns) for part in self.completions]
+        tensors = [(self.completions, slots, columns)]
         if len(prompt_slots) < self.prompt.shape[2]:
             tensors.append((self.prompt, prompt_slots, self.prompt.shape[4]))
         for both, kept, width in tensors:
@@ -166,14 +114,14 @@ class KVCache:
             pair_of_entry 0 2 1 3   the slot of each entry; spare entries name slot 0, and their results are not read
             entry_of_pair 0 2 1 3   the entry of each slot
 
-        The kernel takes `tiles` instead (attention.tiles_of); there an idle slot reads a prompt too.
+        The kernel takes `tiles` instead (tiles_of); there an idle slot reads a prompt too.
         """
         self.prefill_slots = None
         active = prompt_slot >= 0
         first = prompt_slot[active].min()
         if uses_triton(self.prompt):
             readers = np.where(active, prompt_slot, first)
-            table = attention.tiles_of(readers, self.prompt.shape[2], self.kernel["TILE"])
+            table = tiles_of(readers, self.prompt.shape[2], self.kernel["TILE"])
             table = upload(table, self.device, torch.int32)
             if self.tiles is None or table.shape != self.tiles.shape:
                 self.tiles = table
@@ -181,7 +129,7 @@ class KVCache:
             return
         G, n, slots = self.config.n_kv_head, len(prompt_slot), np.flatnonzero(active)
         line = prompt_slot[slots] - first  # of the table
-        rank, counts = attention.ranks(line)
+        rank, counts = ranks(line)
         most = counts.max()
         entry_of_pair = np.zeros((n, G), dtype=np.int64)
         entry_of_pair[slots] = (line[:, None] * G + np.arange(G)) * most + rank[:, None]
@@ -192,35 +140,49 @@ class KVCache:
         self.prompts_in_use = slice(first, first + len(counts))
         self.lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
         # A layer's completions are a matrix with rows of D: the row of each slot's first column.
-        for part in self.completions:
-            S = part.both.shape[2]
-            rows = torch.arange(2 * S * G, device=self.device) * part.width
-            part.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
+        S, T_c = self.completions.shape[2], self.completions.shape[4]
+        rows = torch.arange(2 * S * G, device=self.device) * T_c
+        self.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
 
     def clear(self, slots, columns):
-        for part in self.completions:
-            part.clear(slots, columns)
+        """Zero these columns, if not all are written, of the first slots; later calls have no more of them.
+
+        Plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN. Memory that is not used is not touched:
+        to zero all at first was a tenth of a rollout.
+        """
+        if columns > self.cleared:
+            end = columns + 15
+            self.completions[:, :, :slots, :, self.cleared : end] = 0
+            self.cleared = end
+
+    def sees(self, window, prompt_lengths, t, columns):
+        """prompt_lengths (n,), t (n, S): numbers of tokens -> (n, S, T_p + columns) boolean: what they see of their
+        prompt, and of their completion's columns."""
+        t, length = t[..., None], prompt_lengths[:, None, None]
+        column = torch.arange(self.prompt.shape[4], device=t.device)
+        age = t - torch.arange(columns, device=t.device)
+        window = window or self.max_length  # more than all
+        in_prompt = (column < length) & (length + t - column < window)
+        return torch.cat([in_prompt, (age >= 0) & (age < window)], -1)
 
     def begin_step(self, t, columns, same_t):
         """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
 
         same_t: t is the same in all active slots, so that no column needs to be hidden."""
-        self.t, self.reply = t, None
+        self.t, self.columns, self.reply = t, columns, None
         if uses_triton(self.prompt):
             return
-        T_p = self.prompt.shape[4]
-        for part in self.completions:
-            write_at = part.first_row + t[:, None] % part.width
-            part.write_at = write_at.view(-1)  # (2 * n * G,)
-            part.columns = min(columns, part.width)
-            part.bias = None
-            if same_t:
-                part.cleared = max(part.cleared, columns)  # this step writes the last of them
-            else:
-                part.clear(len(t), columns)
-            if self.ragged or not same_t or 0 < part.window < T_p + columns:
-                hidden = ~part.sees(self.lengths, t[:, None], T_p, part.columns)
-                part.bias = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -math.inf)
+        self.write_at = (self.first_row + t[:, None]).view(-1)  # (2 * n * G,)
+        if same_t:
+            self.cleared = max(self.cleared, columns)  # this step writes the last of them
+        else:
+            self.clear(len(t), columns)
+        self.bias = {}  # by window, where something is hidden
+        for window in set(self.config.windows):
+            if self.ragged or not same_t or 0 < window < self.prompt.shape[4] + columns:
+                hidden = ~self.sees(window, self.lengths, t[:, None], columns)
+                bias = torch.zeros_like(hidden, dtype=self.dtype)
+                self.bias[window] = bias.masked_fill_(hidden, -math.inf)
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
         """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
@@ -229,9 +191,8 @@ class KVCache:
         prompt, the columns before, and each other as far as they are not later. What padding writes is behind them: a
         step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
-        T_p = self.prompt.shape[4]
-        width = self.max_length - T_p
-        self.clear(self.completions[0].both.shape[2], width)
+        slots_in_all, width = self.completions.shape[2], self.completions.shape[4]
+        self.clear(slots_in_all, width)
         t = upload(t, self.device)
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
@@ -239,8 +200,10 @@ class KVCache:
         columns = (t[:, None] + place).clamp_(max=width - 1)
         prompt_lengths = self.prompt_lengths[prompt_slots]
         self.reply = slots, prompt_slots, columns
-        for part in self.completions:
-            part.reply_sees = part.sees(prompt_lengths, columns, T_p, width)[:, None]
+        self.reply_sees = {
+            window: self.sees(window, prompt_lengths, columns, width)[:, None]
+            for window in set(self.config.windows)
+        }
         return columns, prompt_lengths[:, None] + columns
 
     def attend_reply(self, layer, q, k, v, rotary):
@@ -248,8 +211,7 @@ class KVCache:
         slots, prompt_slots, columns = self.reply
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        part, place = self.of_layer[layer]
-        completion = part.both[place]
+        completion = self.completions[layer]
         new = torch.stack([k, v]).permute(1, 3, 0, 2, 4)  # (w, R, 2, G, D)
         completion[:, slots[:, None], :, columns] = new.to(self.dtype)
         prompt = self.prompt[layer][:, prompt_slots]
@@ -259,7 +221,11 @@ class KVCache:
             k = k.repeat_interleave(R, 1)
             v = v.repeat_interleave(R, 1)
         return F.scaled_dot_product_attention(
-            q.to(self.dtype), k, v, attn_mask=part.reply_sees, enable_gqa=True
+            q.to(self.dtype),
+            k,
+            v,
+            attn_mask=self.reply_sees[self.config.windows[layer]],
+            enable_gqa=True,
         )
 
     def attend(self, layer: int, q, k, v, rotary=None):
@@ -275,8 +241,7 @@ class KVCache:
         n, H, _, D = q.shape
         G = self.config.n_kv_head
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
-        part, place = self.of_layer[layer]
-        part.both[place].view(-1, D).index_copy_(0, part.write_at, new)
+        self.completions[layer].view(-1, D).index_copy_(0, self.write_at, new)
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
         dtype = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
@@ -290,16 +255,15 @@ class KVCache:
         _, P, G, T_p, D = prompt.shape
         R = q.shape[1]
         prompt_k, prompt_v = prompt.flatten(1, 2).to(q.dtype)  # (P * G, T_p, D) each
-        part, place = self.of_layer[layer]
-        completion = part.both[place, :, : len(self.t), :, : part.columns]
+        completion = self.completions[layer, :, : len(self.t), :, : self.columns]
         k, v = completion.flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
         scores = q @ k.mT  # (n * G, R, columns)
         q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
         prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
         prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
         scores = torch.cat([prompt_scores, scores], -1)
-        if part.bias is not None:
-            scores.view(-1, G * R, T_p + part.columns).add_(part.bias)
+        if (bias := self.bias.get(self.config.windows[layer])) is not None:
+            scores.view(-1, G * R, T_p + self.columns).add_(bias)
         weights = torch.softmax(scores, -1)
         prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
         y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
@@ -310,8 +274,8 @@ class KVCache:
         launches and stay where they are."""
         n, H, _, D = q.shape
         G = self.config.n_kv_head
-        part, place = self.of_layer[layer]
-        T_p, T_c = self.prompt.shape[4], part.width
+        T_p, T_c = self.prompt.shape[4], self.completions.shape[4]
+        window = self.config.windows[layer]
         lines, block = -(-n // self.kernel["TILE"]), self.kernel["N"]
         prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, block)
         splits, chunk = attention.split_columns(T_c, n * G, block)
@@ -340,7 +304,7 @@ class KVCache:
             *self.prompt[layer],
             self.tiles,
             self.prompt_lengths,
-            *part.both[place],
+            *self.completions[layer],
             self.t,
             parts,
             tops,
@@ -357,7 +321,32 @@ class KVCache:
             **self.kernel,
             ROTARY=rotary is not None,
             PART=cos.shape[-1] % D,
-            WINDOW=part.window if part.window < self.max_length else 0,
+            WINDOW=window if window < self.max_length else 0,
             maxnreg=attention.REGISTERS,
         )
         return y
+
+
+def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
+    """prompt_slot (n,), the prompt slot that each slot reads -> (tiles, 1 + tile) int32.
+
+    A line has a prompt slot and the slots of one program, which all read it; -1: none. The number of lines is the most
+    that any n slots may need, so that a CUDA graph keeps its grid."""
+    n = len(prompt_slot)
+    lines = (n + min(n, prompt_slots) * (tile - 1)) // tile
+    table = np.full((lines, 1 + tile), -1, dtype=np.int32)
+    rank, counts = ranks(prompt_slot)
+    lines_of_prompt = -(-counts // tile)
+    line = (lines_of_prompt.cumsum() - lines_of_prompt)[prompt_slot] + rank // tile
+    table[line, 0] = prompt_slot
+    table[line, 1 + rank % tile] = np.arange(n)
+    return table
+
+
+def ranks(prompt_slot: np.ndarray):
+    """-> each slot's rank among those that read the same prompt slot (n,), and how many read each prompt slot."""
+    counts = np.bincount(prompt_slot)
+    order = np.argsort(prompt_slot, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order)) - (counts.cumsum() - counts)[prompt_slot[order]]
+    return rank, counts

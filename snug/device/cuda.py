@@ -1,4 +1,4 @@
-"""Inputs for a GPU: lengths that repeat, and uploads for which the host does not wait. The allocator's cache.
+"""A GPU's allocator: its cache, and pools that must not be deleted.
 
 Left out: which GPU there is, and what it cannot do (snug/device/pick.py).
 """
@@ -7,30 +7,7 @@ import ctypes
 
 import torch
 
-from snug.device.kinds import kind_of
-
-MULTIPLE = 16  # tokens
 BROKEN = []  # memory pools of CUDA graphs whose recording failed: no more graphs
-
-
-def padded(length: int, tokens: torch.Tensor) -> int:
-    """How long a row of `tokens` is made: on a GPU a multiple of 16 tokens.
-
-    So a run has few shapes: the allocator can reuse its blocks, and the libraries their choice of kernels, or on MPS
-    their graphs.
-    """
-    return -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) != "cpu" else length
-
-
-def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
-    """Numbers to the device; on CUDA from pinned memory, so that the host does not wait. On a CPU it may be a view.
-
-    MPS has to wait: it reads memory that is not pinned later, when it may be free.
-    """
-    numbers = torch.as_tensor(numbers, dtype=dtype)
-    if device.type != "cuda":
-        return numbers.to(device)
-    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def keep_broken(pool):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from snug.device.kinds import MIB, planning_mode
+from snug.device.kinds import MIB, is_planned
 from snug.device.streams import aside
 from snug.options import SnugError
 
@@ -89,8 +89,8 @@ def new_on_host(
     memory rounds every block up to a power of two, at worst twice the bytes, and torch 2.11 cannot turn that off.
     Raises SnugError if the pages cannot be pinned.
     """
-    mode, dtype = planning_mode(like), dtype or like.dtype
-    ledger = mode.host if mode else HOST
+    dtype = dtype or like.dtype
+    ledger = like.fake_mode.host if is_planned(like) else HOST
     pin = (device or like.device).type == "cuda" or like.is_pinned()
     ledger.making = True
     try:

@@ -1,4 +1,5 @@
-"""What kind of device a tensor is on, and whether it is real or a planner's, which has a shape and no data.
+"""What kind of device a tensor is on, and whether it is real or a planner's, which has a shape and no data. Inputs for
+a device: lengths that repeat, and uploads for which the host does not wait.
 
 Test: pytest tests/test_plan.py
 """
@@ -7,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 MIB = 2**20
+MULTIPLE = 16  # tokens
 
 
 class PlanningMode(FakeTensorMode):
@@ -17,10 +19,6 @@ class PlanningMode(FakeTensorMode):
         self.kind, self.host = kind, host
 
 
-def planning_mode(tensor: torch.Tensor) -> PlanningMode | None:
-    return getattr(tensor, "fake_mode", None)
-
-
 def is_planned(tensor: torch.Tensor) -> bool:
     """Has the tensor no data? Then kernels have nothing to do: their callers allocate all outputs."""
     return isinstance(tensor, FakeTensor)
@@ -28,7 +26,7 @@ def is_planned(tensor: torch.Tensor) -> bool:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """ "cuda", "mps" or "cpu": the kind of device a tensor is on, or is planned for."""
-    mode = planning_mode(tensor)
+    mode = getattr(tensor, "fake_mode", None)
     return mode.kind if mode else tensor.device.type
 
 
@@ -44,6 +42,26 @@ def kind_planned(device: str) -> str:
 def off_mps(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor; if it is on MPS, a copy on the host, for float64 and for operations that MPS lacks. It waits."""
     return tensor.cpu() if kind_of(tensor) == "mps" else tensor
+
+
+def padded(length: int, tokens: torch.Tensor) -> int:
+    """How long a row of `tokens` is made: on a GPU a multiple of 16 tokens.
+
+    So a run has few shapes: the allocator can reuse its blocks, and the libraries their choice of kernels, or on MPS
+    their graphs.
+    """
+    return -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) != "cpu" else length
+
+
+def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
+    """Numbers to the device; on CUDA from pinned memory, so that the host does not wait. On a CPU it may be a view.
+
+    MPS has to wait: it reads memory that is not pinned later, when it may be free.
+    """
+    numbers = torch.as_tensor(numbers, dtype=dtype)
+    if device.type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def logits_budget(chunk_mb: float, kind: str, head_bytes: int = 0):

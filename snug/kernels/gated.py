@@ -7,7 +7,6 @@ Test: pytest tests/test_layer_kernels.py
 import math
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from snug.kernels import LOG2E, constexpr, launch, tl, triton, uses_triton
@@ -52,26 +51,31 @@ def on_rows(x, dy, out, gelu):
     launch(gated_kernel, (programs,), x, dy, out, n, blocks, BLOCK=block, GELU=gelu)
 
 
-def activated(gate, gelu):
-    return F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
+def activate(gate, gelu, out):
+    if gelu:
+        torch.ops.aten.gelu.out(gate, approximate="tanh", out=out)
+    else:
+        torch.ops.aten.silu.out(gate, out=out)
 
 
-def forward_torch(x, gelu):
+def forward_torch(x, y, gelu):
+    """Fill y."""
     gate, up = x.chunk(2, -1)
-    return activated(gate, gelu).mul_(up)
+    activate(gate, gelu, y)
+    y.mul_(up)
 
 
 def backward_torch(x, dy, dx, gelu):
     """Fill dx. It computes the activation again: to read a kept copy would move as many bytes."""
     gate, up = x.chunk(2, -1)
     dgate, dup = dx.chunk(2, -1)
-    scratch = activated(gate, gelu)
-    torch.mul(dy, scratch, out=dup)
-    torch.mul(dy, up, out=scratch)
+    activate(gate, gelu, dup)
+    dup.mul_(dy)
+    torch.mul(dy, up, out=dgate)
     if gelu:
-        torch.ops.aten.gelu_backward.grad_input(scratch, gate, approximate="tanh", grad_input=dgate)
+        torch.ops.aten.gelu_backward.grad_input(dgate, gate, approximate="tanh", grad_input=dgate)
     else:
-        torch.ops.aten.silu_backward.grad_input(scratch, gate, grad_input=dgate)
+        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
 
 
 class GatedUnit(torch.autograd.Function):
@@ -82,10 +86,11 @@ class GatedUnit(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.gelu = gelu
-        if not uses_triton(x):
-            return forward_torch(x, gelu)
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        on_rows(x, None, y, gelu)
+        if uses_triton(x):
+            on_rows(x, None, y, gelu)
+        else:
+            forward_torch(x, y, gelu)
         return y
 
     @staticmethod

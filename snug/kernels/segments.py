@@ -61,20 +61,16 @@ class Segments:
             lengths += [prompt, *completions]
         self.lengths = np.array(lengths)
         self.begins = self.lengths.cumsum() - self.lengths
+        self.start = self.begins.repeat(self.lengths)  # (T,): where each token's segment begins
         # The most tokens that one token sees, itself included.
         self.longest = max(prompt + max(completions, default=0) for prompt, completions in groups)
         self.device = torch.device(device)
         self.kept = None
 
-    def start(self):
-        """-> (T,): where each token's segment begins."""
-        return self.begins.repeat(self.lengths)
-
     @cached_property
     def positions(self) -> torch.Tensor:
         """(T,): each token's place in its sequence. A completion goes on behind its prompt."""
-        start = self.start()
-        position = np.arange(len(start)) - start
+        position = np.arange(len(self.start)) - self.start
         for begin, middle, end in self.groups:
             position[middle:end] += middle - begin
         return torch.from_numpy(position).to(self.device)
@@ -98,9 +94,8 @@ class Segments:
 
     def mask(self, window=0):
         """-> (T, T) boolean: True where the row's token sees the column's token."""
-        start = self.start()
-        token = np.arange(len(start))
-        sees = (token >= start[:, None]) & (token <= token[:, None])
+        token = np.arange(len(self.start))
+        sees = (token >= self.start[:, None]) & (token <= token[:, None])
         for begin, middle, end in self.groups:
             sees[middle:end, begin:middle] = True
         sees = torch.from_numpy(sees).to(self.device)
@@ -109,7 +104,7 @@ class Segments:
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`start` and `tiles` on the device."""
-        return tuple(torch.from_numpy(table).to(self.device) for table in (self.start(), self.tiles()))
+        return tuple(torch.from_numpy(table).to(self.device) for table in (self.start, self.tiles()))
 
     @cached_property
     def parts(self) -> list[tuple[slice, slice]]:

@@ -20,16 +20,8 @@ from torch.autograd.function import once_differentiable
 from snug.device.cpu import fast_products
 from snug.device.kinds import MIB, is_planned, kind_of, logits_budget, off_mps
 from snug.kernels import has_tensor_cores, nothing_to_do
-from snug.logprobs.divergence import Teacher, divergence_rows
-from snug.logprobs.rows import (
-    SCRATCH,
-    Options,
-    accumulator,
-    backward_rows,
-    check,
-    forward_rows,
-    slabs,
-)
+from snug.logprobs.divergence import divergence_rows
+from snug.logprobs.rows import SCRATCH, Options, check, forward_rows, slabs
 from snug.memory.ledger import component
 
 ALREADY_ADDED = (  # CUDA takes 254 characters
@@ -52,10 +44,12 @@ def rows_per_chunk(n_vocab, itemsize, chunk_mb=0, device_type="cpu", n_embd=0):
 
 
 def head_options(
-    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
+    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab=None, chunk_mb=0, teacher=None
 ) -> Options:
-    """Check the arguments and fill in defaults. Raises ValueError. A teacher's logits share the chunk's memory.
+    """Check the arguments and fill in defaults. Raises ValueError.
 
+    n_vocab: ids from n_vocab on are padding, with probability and gradient 0. chunk_size: rows at a time; default: as
+    fit chunk_mb MiB, see rows_per_chunk. teacher: a Teacher, whose logits share the chunk's memory.
     Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
     """
     dtype, device = hidden.dtype, hidden.device.type
@@ -70,25 +64,23 @@ def head_options(
     chunk_size = chunk_size or rows_per_chunk(
         width, dtype.itemsize, chunk_mb, kind_of(hidden), weight.shape[1]
     )
-    return Options(temperature, n_vocab, entropy, dtype, chunk_size)
+    return Options(temperature, n_vocab, dtype, chunk_size, entropy, teacher)
 
 
 class Chunks:
     """logits = hidden @ weight.T, a chunk of rows at a time, in one buffer that all chunks share.
 
-    logprobs, lse, entropy or None (M,): `forward` fills them chunk by chunk. divergence (M,), or None without a
-    teacher: `diverge` fills it before.
+    logprobs (M,), entropy (M,) or None, divergence (M,), or None without a teacher: `visit` fills them.
     """
 
-    def __init__(self, hidden, weight, targets, options, teacher=None):
+    def __init__(self, hidden, weight, targets, options):
         """hidden (M, C), weight (V, C): cast once if the products run in another dtype. targets (M,)."""
         M, V = len(hidden), len(weight)
         self.hidden = hidden
         self.weight = weight.to(options.dtype)
         self.targets = targets
         self.options = options
-        self.logprobs = hidden.new_empty(M, dtype=accumulator(options.dtype))
-        self.lse = torch.empty_like(self.logprobs)
+        self.logprobs = hidden.new_empty(M, dtype=torch.promote_types(options.dtype, torch.float32))
         self.entropy = torch.empty_like(self.logprobs) if options.entropy else None
         chunks = max(1, -(-M // options.chunk_size))
         size = -(-M // chunks)  # chunks of about equal length
@@ -96,8 +88,8 @@ class Chunks:
         if is_planned(hidden):
             self.slices = self.slices[:2]  # a planner's chunks are all alike
         self.buffer = self.new_buffer(size, V)
-        self.teacher, self.divergence = teacher, None
-        if teacher:
+        self.divergence = None
+        if teacher := options.teacher:
             self.teacher_weight = teacher.weight.to(options.dtype)
             self.teacher_buffer = self.new_buffer(size, len(teacher.weight))
             self.divergence = torch.empty_like(self.logprobs)
@@ -107,36 +99,24 @@ class Chunks:
         width = -(-V // 16) * 16 if kind_of(self.hidden) == "cuda" else V
         return torch.empty(size, width, dtype=self.options.dtype, device=self.hidden.device)
 
-    def __iter__(self):
-        """-> rows (a slice of the M), their hidden states (m, C), their logits (m, V or more)."""
+    def visit(self, gradient=False):
+        """Fill the numbers of each chunk -> rows (a slice of the M), their hidden states (m, C), their logits (m, V or
+        more); with `gradient` that of the log-probs is in the logits' place."""
         for rows in self.slices:
             hidden = self.hidden[rows].to(self.weight.dtype)
             logits = self.buffer[: len(hidden)]
             torch.mm(hidden, self.weight.t(), out=logits[:, : len(self.weight)])
-            if self.teacher:
-                self.diverge(rows, logits)
+            if self.divergence is not None:
+                # Until the next chunk the teacher's buffer has the divergence's gradient for the logits.
+                states = self.options.teacher.hidden[rows].to(self.weight.dtype)
+                teacher_logits = self.teacher_buffer[: len(states)]
+                its_columns = teacher_logits[:, : len(self.teacher_weight)]
+                torch.mm(states, self.teacher_weight.t(), out=its_columns)
+                divergence_rows(logits, teacher_logits, self.options, self.divergence[rows])
+            entropy = None if self.entropy is None else self.entropy[rows]
+            of_rows = self.targets[rows], self.options, self.logprobs[rows], entropy
+            forward_rows(logits, *of_rows, overwrite=True, gradient=gradient)
             yield rows, hidden, logits
-
-    def diverge(self, rows, logits):
-        """Fill the chunk's divergence. In the teacher's buffer is its gradient for the logits, until the next chunk."""
-        hidden = self.teacher.hidden[rows].to(self.options.dtype)
-        teacher_logits = self.teacher_buffer[: len(hidden)]
-        torch.mm(hidden, self.teacher_weight.t(), out=teacher_logits[:, : len(self.teacher_weight)])
-        divergence_rows(logits, teacher_logits, self.options, self.divergence[rows])
-
-    def forward(self, rows, logits, gradient=False):
-        """forward_rows of a chunk."""
-        entropy = None if self.entropy is None else self.entropy[rows]
-        forward_rows(
-            logits,
-            self.targets[rows],
-            self.options,
-            self.logprobs[rows],
-            self.lse[rows],
-            entropy,
-            overwrite=True,
-            gradient=gradient,
-        )
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight, of_divergence=None):
         """dhidden[rows] = c * gradient @ weight; dweight (V, C) += gradient.T @ (c * hidden); either may be None.
@@ -177,65 +157,54 @@ def head_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     entropy: bool = False,
-    n_vocab: int | None = None,
-    chunk_mb: float = 0,
-    teacher: Teacher | None = None,
+    **others,
 ):
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
 
-    With a teacher -> (log-probs, entropies or None, divergences), each (M,) and differentiable.
-    hidden (M, C), weight (V, C), targets (M,) int64. chunk_size: rows at a time; default: as fit chunk_mb, see
-    rows_per_chunk. n_vocab: ids from n_vocab on are padding, with probability and gradient 0. Backward computes each
-    chunk's logits again (8 M C V FLOP in all). Use it for losses that need all log-probs before any gradient
-    (sequence-level ratios), for a gradient of the entropy, and, without gradient, for a reference model. Saved: the
-    inputs, with entropy also (M,) numbers twice. Backward's extra bytes: a
-    chunk, dhidden, dweight; under autocast also the cast weight. Raises ValueError.
+    With a teacher -> (log-probs, entropies or None, divergences), each (M,). The entropies have no gradient.
+    hidden (M, C), weight (V, C), targets (M,) int64. others: of head_options. Backward computes each chunk's logits
+    again (8 M C V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios)
+    and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a chunk, dhidden, dweight;
+    under autocast also the cast weight. Raises ValueError.
     """
-    options = head_options(
-        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
-    )
-    results = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options, teacher)
-    if teacher:
+    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, **others)
+    results = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options)
+    if options.teacher:
         return results
     return results[:2] if entropy else results[0]
 
 
 class HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, options, teacher):
+    def forward(ctx, hidden, weight, targets, options):
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
-            chunks = Chunks(hidden, weight, targets, options, teacher=teacher)
-            for rows, _, logits in chunks:
-                chunks.forward(rows, logits)
-        ctx.options, ctx.teacher = options, teacher
+            chunks = Chunks(hidden, weight, targets, options)
+            for _ in chunks.visit():
+                pass
+        ctx.options = options
         ctx.set_materialize_grads(False)  # backward gets None for an output that has no gradient
-        kept = (chunks.lse, chunks.entropy) if options.entropy else (None, None)
-        ctx.save_for_backward(hidden, weight, targets, *kept)
+        ctx.save_for_backward(hidden, weight, targets)
+        if options.entropy:
+            ctx.mark_non_differentiable(chunks.entropy)
         return chunks.logprobs, chunks.entropy, chunks.divergence
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, coefficients, dentropy, ddivergence):
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+    def backward(ctx, coefficients, _, ddivergence):
+        hidden, weight, targets = ctx.saved_tensors
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         options = ctx.options._replace(entropy=False)
+        if ddivergence is None:
+            options = options._replace(teacher=None)
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
-            teacher = None if ddivergence is None else ctx.teacher
-            chunks = Chunks(hidden, weight, targets, options, teacher)
+            chunks = Chunks(hidden, weight, targets, options)
             if coefficients is None:
-                coefficients = torch.zeros_like(chunks.lse)
-            for rows, hidden_rows, logits in chunks:
-                c = coefficients[rows]
-                if dentropy is None:
-                    chunks.forward(rows, logits, gradient=True)
-                else:
-                    row = targets[rows], options, lse[rows], entropy[rows]
-                    backward_rows(logits, *row, c, dentropy[rows], logits)
-                    c = torch.ones_like(c)  # the gradient has them already
+                coefficients = torch.zeros_like(chunks.logprobs)
+            for rows, hidden_rows, logits in chunks.visit(gradient=True):
                 more = None if ddivergence is None else ddivergence[rows]
-                chunks.accumulate(logits, hidden_rows, rows, c, dhidden, dweight, more)
-        return dhidden, dweight, None, None, None
+                chunks.accumulate(logits, hidden_rows, rows, coefficients[rows], dhidden, dweight, more)
+        return dhidden, dweight, None, None
 
 
 def head_loss(
@@ -246,16 +215,14 @@ def head_loss(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     entropy: bool = False,
-    n_vocab: int | None = None,
-    chunk_mb: float = 0,
-    teacher: Teacher | None = None,
+    **others,
 ):
     """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]); only the loss is differentiable.
 
     It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
     chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
     derivative is each token's coefficient; with it the chunk's logits become their gradient on the spot. With a teacher
-    it is token_loss(logprobs, rows, divergences (m,)).
+    it is token_loss(logprobs, rows, divergences (m,)). others: of head_options.
 
     If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
     of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are
@@ -270,36 +237,25 @@ def head_loss(
     Extra bytes: a chunk and twice its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype
     below float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
     """
-    options = head_options(
-        hidden, weight, targets, temperature, chunk_size, entropy, n_vocab, chunk_mb, teacher
-    )
+    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, **others)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    results = HeadLoss.apply(
-        hidden, weight, targets.contiguous(), token_loss, options, with_gradient, teacher
-    )
+    results = HeadLoss.apply(hidden, weight, targets.contiguous(), token_loss, options, with_gradient)
     return results if entropy else results[:2]
 
 
-def head_loss_in_two_visits(
-    hidden, weight, targets, token_loss, temperature, entropy_weight, **options
-):
-    """head_loss for a loss that needs all log-probs at once (a sequence's ratio), or a gradient of the entropy.
+def head_loss_in_two_visits(hidden, weight, targets, token_loss, **options):
+    """head_loss with entropies for a loss that needs all log-probs at once, as a sequence's ratio does.
 
-    -> loss - entropy_weight * the sum of entropies, log-probs (M,), entropies (M,). Backward makes the logits again.
+    -> loss, log-probs (M,), entropies (M,). Backward makes the logits again.
     """
-    logprobs, entropy, *divergence = head_logprobs(
-        hidden, weight, targets, temperature, entropy=True, **options
-    )
-    loss = token_loss(logprobs, slice(None), *divergence)
-    if entropy_weight:
-        loss = loss - entropy_weight * entropy.sum()
-    return loss, logprobs, entropy
+    logprobs, entropy, *divergence = head_logprobs(hidden, weight, targets, entropy=True, **options)
+    return token_loss(logprobs, slice(None), *divergence), logprobs, entropy
 
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
     @component("gradients")
-    def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient, teacher):
+    def forward(ctx, hidden, weight, targets, token_loss, options, with_gradient):
         dhidden = torch.empty_like(hidden) if with_gradient and hidden.requires_grad else None
         trains = with_gradient and weight.requires_grad
         ctx.into_grad = trains and weight.is_leaf
@@ -309,12 +265,11 @@ class HeadLoss(torch.autograd.Function):
         if ctx.into_grad:
             weight.grad = dweight
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
-            chunks = Chunks(hidden, weight, targets, options, teacher=teacher)
+            chunks = Chunks(hidden, weight, targets, options)
             logprobs, entropy = chunks.logprobs, chunks.entropy
             loss = logprobs.new_zeros(())
-            for rows, hidden_rows, logits in chunks:
-                chunks.forward(rows, logits, with_gradient)
-                values = [logprobs[rows]] + ([chunks.divergence[rows]] if teacher else [])
+            for rows, hidden_rows, logits in chunks.visit(with_gradient):
+                values = [logprobs[rows]] + ([chunks.divergence[rows]] if options.teacher else [])
                 with torch.set_grad_enabled(with_gradient):
                     leaves = [value.detach().requires_grad_(with_gradient) for value in values]
                     chunk_loss = token_loss(leaves[0], rows, *leaves[1:])
@@ -338,4 +293,4 @@ class HeadLoss(torch.autograd.Function):
                 torch.autograd.graph.increment_version(dhidden)
         else:
             dhidden, dweight = (None if d is None else d * dloss for d in (dhidden, dweight))
-        return dhidden, dweight, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None

@@ -1,13 +1,12 @@
 """Rows of logits to log-probs and back: the fused log-softmax and gather, by a Triton kernel or in plain torch.
 
-    forward_rows    logits -> log-prob, log-sum-exp and, if wanted, entropy, in one read. If wanted, the gradient
+    forward_rows    logits -> log-prob and, if wanted, entropy, in one read. If wanted, the gradient
                     d logprob / d logits overwrites the logits.
-    backward_rows   the gradient of log-probs and entropies for an upstream gradient that comes later
-    token_logprobs  both, as a differentiable function of logits
+    token_logprobs  the same, as a differentiable function of logits
 
-The kernels run on CUDA, plain torch elsewhere and in float64. All write into buffers that their caller allocated; on
-fake tensors nothing is done, but plain torch's work space is made, so that the planner sees it. Sums are float32, or
-float64 for float64 logits. In the kernels exponents have base 2, for which the hardware has an instruction: scale =
+The kernel runs on CUDA, plain torch elsewhere and in float64. Both write into buffers that their caller allocated; on
+fake tensors plain torch computes one slab, so that the planner sees its work space. Sums are float32, or float64 for
+float64 logits. In the kernel exponents have base 2, for which the hardware has an instruction: scale =
 log2(e) / temperature.
 Test: pytest tests/test_logprobs.py tests/test_kernels.py
 """
@@ -17,15 +16,14 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from snug.device.kinds import is_planned
 from snug.kernels import (
     LN2,
     LOG2_OF_E,
-    LOG2E,
     LOW,
     LOWEST,
     constexpr,
     launch,
-    nothing_to_do,
     tl,
     triton,
     uses_triton,
@@ -73,42 +71,32 @@ if triton is not None:
         logits,
         targets,
         logprobs,
-        lse,
         entropy,
-        coefficients,
-        dentropy,
-        dlogits,
         scale,
         slope,
         width,
         n_vocab,
         row_stride,
-        out_row_stride,
         BLOCK: constexpr,
         PADDED: constexpr,
+        GRADIENT: constexpr,
     ):
-        """One program per row: logprobs, lse and, if it is there, entropy; or with coefficients their gradient alone.
+        """One program per row: logprobs and, if it is there, entropy.
 
-        dlogits may be logits; the second read comes from the L2 cache (`tile`). Without coefficients it becomes
-        slope * (onehot - softmax). coefficients and dentropy are already divided by the temperature.
+        GRADIENT: the logits become slope * (onehot - softmax); the second read comes from the L2 cache (`tile`).
         """
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
         target = tl.load(targets + row)
-        if coefficients is None:
-            best, log_sum, mean = read_row(
-                logits, scale, width, n_vocab, BLOCK, PADDED, entropy is not None
-            )
-            known = (target >= 0) & (target < n_vocab)
-            chosen = tl.load(logits + target, known, -float("inf")).to(tl.float32) * scale
-            tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
-            tl.store(lse + row, (best + log_sum) * LN2)
-            if entropy is not None:
-                tl.store(entropy + row, (best + log_sum - mean) * LN2)
-            c = slope
-        else:
-            best, log_sum, c = tl.load(lse + row) * LOG2E, 0.0, tl.load(coefficients + row)
-        if dlogits is not None:
+        best, log_sum, mean = read_row(
+            logits, scale, width, n_vocab, BLOCK, PADDED, entropy is not None
+        )
+        known = (target >= 0) & (target < n_vocab)
+        chosen = tl.load(logits + target, known, -float("inf")).to(tl.float32) * scale
+        tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
+        if entropy is not None:
+            tl.store(entropy + row, (best + log_sum - mean) * LN2)
+        if GRADIENT:
             tl.debug_barrier()  # `chosen` is read before any lane overwrites it
             for start in range(0, width, BLOCK):
                 column = start + tl.arange(0, BLOCK)
@@ -116,14 +104,10 @@ if triton is not None:
                 # "evict_first": nobody reads the logits again.
                 x = tl.load(logits + column, mask, other=-float("inf"), eviction_policy="evict_first")
                 z = x.to(tl.float32) * scale - best - log_sum
-                share = c
-                if coefficients is not None:  # dH / dz = -p (log p + H)
-                    log_p = tl.maximum(z, LOW) * LN2
-                    share += tl.load(dentropy + row) * (log_p + tl.load(entropy + row))
-                d = tl.where(column == target, c, 0.0) - share * tl.exp2(z)
+                d = tl.where(column == target, slope, 0.0) - slope * tl.exp2(z)
                 if PADDED:
                     d = tl.where(column < n_vocab, d, 0.0)
-                tl.store(dlogits + row * out_row_stride + column, d.to(dlogits.dtype.element_ty), mask)
+                tl.store(logits + column, d.to(logits.dtype.element_ty), mask)
 
 
 def tile(width, itemsize=2, gradient=False):
@@ -148,138 +132,79 @@ def tile(width, itemsize=2, gradient=False):
 
 
 class Options(NamedTuple):
+    """What the head and its rows need beside their tensors."""
+
     temperature: float
     n_vocab: int  # ids from here on are padding: probability 0, gradient 0
-    entropy: bool
-    dtype: torch.dtype  # of the logits
+    dtype: torch.dtype = torch.float32  # of the head's products
     chunk_size: int = 0  # rows
+    entropy: bool = False
+    teacher: tuple | None = None  # divergence.Teacher
 
 
-def accumulator(dtype):
-    """-> the type of sums, log-probs and entropies."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def slabs(M, width, buffers=1):
+def slabs(M, width):
     """-> slices of M rows: so many that an operation of plain torch finds its input in the cache."""
-    rows = max(1, SCRATCH // (max(1, buffers) * width))
+    rows = max(1, SCRATCH // width)
     return [slice(i, i + rows) for i in range(0, M, rows)]
 
 
-def new_scratch(logits, buffers):
-    """-> work space of plain torch for a slab, and the slabs: none without data."""
-    rows = slabs(*logits.shape, buffers)
-    size = min(len(logits), rows[0].stop if rows else 0) * logits.shape[1]
-    scratch = torch.empty(buffers, size, dtype=accumulator(logits.dtype), device=logits.device)
-    return scratch, [] if nothing_to_do(logits) else rows
-
-
-def forward_rows(
-    logits, targets, options, logprobs, lse, entropy=None, overwrite=False, gradient=False
-):
-    """Fill logprobs, lse and entropy or None, each (m,), from logits (m, V) and targets (m,).
+def forward_rows(logits, targets, options, logprobs, entropy=None, overwrite=False, gradient=False):
+    """Fill logprobs and entropy or None, each (m,), from logits (m, V) and targets (m,).
 
     overwrite: plain torch may overwrite the logits, which saves a copy. gradient: the logits become d logprob /
     d logits, which is (onehot(targets) - softmax(logits / temperature)) / temperature.
     """
+    n_vocab, (M, width) = options.n_vocab, logits.shape
     if uses_triton(logits):
-        launch_rows(
-            logits, targets, options, logprobs, lse, entropy, dlogits=logits if gradient else None
+        block, warps = tile(width, logits.element_size(), gradient)
+        launch(
+            rows_kernel,
+            (M,),
+            logits,
+            targets,
+            logprobs,
+            entropy,
+            LOG2_OF_E / options.temperature,
+            1 / options.temperature,
+            width,
+            n_vocab,
+            logits.stride(0),
+            BLOCK=block,
+            PADDED=n_vocab < width,
+            GRADIENT=gradient,
+            num_warps=warps,
         )
         return
-    n_vocab, inverse = options.n_vocab, 1 / options.temperature
-    in_place = overwrite and logits.dtype == lse.dtype
-    scratch, slices = new_scratch(logits, (not in_place) + (entropy is not None))
-    for rows in slices:
+    in_place = overwrite and logits.dtype == logprobs.dtype
+    scratch = (not in_place) + (entropy is not None)  # buffers of a slab's size
+    rows_of_slabs = slabs(M, max(1, scratch) * width)
+    for rows in rows_of_slabs[:1] if is_planned(logits) else rows_of_slabs:
         x = logits[rows, :n_vocab]
-        target = targets[rows, None]
-        spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
-        z = x if in_place else spare[0].copy_(x)  # (m, n_vocab)
-        if options.temperature != 1:
-            z.mul_(inverse)
-        top = z.amax(-1, keepdim=True)
-        chosen = z.sub_(top).gather(1, target)
-        if entropy is not None:
-            deviation = torch.clamp(z, min=LOWEST, out=spare[-1])
-        total = z.exp_().sum(-1, keepdim=True)
-        logprobs[rows] = (chosen - total.log())[:, 0]
-        lse[rows] = (top + total.log())[:, 0]
-        if entropy is not None:  # - sum p log p, where log p = deviation - log total
-            entropy[rows] = total.log()[:, 0] - deviation.mul_(z).sum(-1) / total[:, 0]
-        if gradient:
-            z.mul_(-1 / (options.temperature * total))
-            z.scatter_(1, target, z.gather(1, target) + inverse)
-            if not in_place:
-                x.copy_(z)
+        of_entropy = None if entropy is None else entropy[rows]
+        slab_in_torch(
+            x, targets[rows, None], options.temperature, logprobs[rows], of_entropy, in_place, gradient
+        )
     if gradient:
         logits[:, n_vocab:] = 0
 
 
-def backward_rows(logits, targets, options, lse, entropy, coefficients, dentropy, dlogits):
-    """dlogits = (coefficients * (onehot(targets) - p) - dentropy * p * (log p + entropy)) / temperature.
-
-    p = softmax(logits / temperature). coefficients, dentropy (m,): the upstream gradients of the log-probs and of the
-    entropies. dlogits may be the logits.
-    """
-    coefficients = coefficients / options.temperature
-    dentropy = dentropy / options.temperature
-    if uses_triton(logits):
-        launch_rows(logits, targets, options, None, lse, entropy, coefficients, dentropy, dlogits)
-        return
-    in_place = dlogits.dtype == lse.dtype
-    scratch, slices = new_scratch(logits, 2 - in_place)
-    for rows in slices:
-        x = logits[rows, : options.n_vocab]
-        d = dlogits[rows, : options.n_vocab]
-        c = coefficients[rows, None]
-        spare = [buffer[: x.numel()].view(x.shape) for buffer in scratch]
-        p = (d if in_place else spare[0]).copy_(x)  # (m, n_vocab)
-        if options.temperature != 1:
-            p.mul_(1 / options.temperature)
-        p.sub_(lse[rows, None])
-        share = torch.clamp(p, min=LOWEST, out=spare[-1])  # dH / dz = -p (log p + H)
-        share.add_(entropy[rows, None]).mul_(dentropy[rows, None]).add_(c)
-        p.exp_().mul_(share).neg_().scatter_add_(1, targets[rows, None], c)
+def slab_in_torch(x, target, temperature, logprobs, entropy, in_place, gradient):
+    """The kernel in plain torch, for logits x (m, n_vocab) and target (m, 1)."""
+    z = x if in_place else x.to(logprobs.dtype, copy=True)
+    if temperature != 1:
+        z.mul_(1 / temperature)
+    chosen = z.sub_(z.amax(-1, keepdim=True)).gather(1, target)
+    if entropy is not None:
+        deviation = z.clamp(min=LOWEST)
+    total = z.exp_().sum(-1, keepdim=True)
+    logprobs[:] = (chosen - total.log())[:, 0]
+    if entropy is not None:  # - sum p log p, where log p = deviation - log total
+        entropy[:] = total.log()[:, 0] - deviation.mul_(z).sum(-1) / total[:, 0]
+    if gradient:
+        z.mul_(-1 / (temperature * total))
+        z.scatter_(1, target, z.gather(1, target) + 1 / temperature)
         if not in_place:
-            d.copy_(p)
-    dlogits[:, options.n_vocab :] = 0
-
-
-def launch_rows(
-    logits,
-    targets,
-    options,
-    logprobs,
-    lse,
-    entropy,
-    coefficients=None,
-    dentropy=None,
-    dlogits=None,
-):
-    """The kernel, for both."""
-    M, width = logits.shape
-    block, warps = tile(width, logits.element_size(), dlogits is not None)
-    launch(
-        rows_kernel,
-        (M,),
-        logits,
-        targets,
-        logprobs,
-        lse,
-        entropy,
-        coefficients,
-        dentropy,
-        dlogits,
-        LOG2_OF_E / options.temperature,
-        1 / options.temperature,
-        width,
-        options.n_vocab,
-        logits.stride(0),
-        0 if dlogits is None else dlogits.stride(0),
-        BLOCK=block,
-        PADDED=options.n_vocab < width,
-        num_warps=warps,
-    )
+            x.copy_(z)
 
 
 def check(M, width, targets, temperature, n_vocab):
@@ -298,31 +223,30 @@ def token_logprobs(
 ) -> torch.Tensor:
     """log softmax(logits / temperature)[target] of every row -> (M,) float32.
 
-    logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits, (M,)
-    numbers. A target outside [0, V): RuntimeError in plain torch, -inf from the kernel, which cannot raise. Raises
-    ValueError for shapes that do not fit, or a temperature not above 0.
+    logits (M, V), copied only if a row is not contiguous; targets (M,) int64. Saved for backward: the logits. A target
+    outside [0, V): RuntimeError in plain torch, -inf from the kernel, which cannot raise. Raises ValueError for shapes
+    that do not fit, or a temperature not above 0.
     """
-    M, V = logits.shape
-    options = Options(temperature, check(M, V, targets, temperature, None), False, logits.dtype)
+    n_vocab = check(*logits.shape, targets, temperature, None)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    return TokenLogprobs.apply(logits, targets.contiguous(), options)
+    return TokenLogprobs.apply(logits, targets.contiguous(), Options(temperature, n_vocab))
 
 
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, options):
-        logprobs = logits.new_empty(len(logits), dtype=accumulator(logits.dtype))
-        lse = torch.empty_like(logprobs)
-        forward_rows(logits, targets, options, logprobs, lse)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logprobs = logits.new_empty(len(logits), dtype=dtype)
+        forward_rows(logits, targets, options, logprobs)
         ctx.options = options
-        ctx.save_for_backward(logits, targets, lse)
+        ctx.save_for_backward(logits, targets)
         return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, coefficients):
-        logits, targets, lse = ctx.saved_tensors
-        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        zeros = torch.zeros_like(lse)  # the entropy has no gradient
-        backward_rows(logits, targets, ctx.options, lse, zeros, coefficients, zeros, dlogits)
-        return dlogits, None, None
+        logits, targets = ctx.saved_tensors
+        dlogits = logits.clone(memory_format=torch.contiguous_format)
+        again = torch.empty_like(coefficients)
+        forward_rows(dlogits, targets, ctx.options, again, overwrite=True, gradient=True)
+        return dlogits.mul_(coefficients[:, None]), None, None

@@ -73,9 +73,8 @@ class LiveBytes(Ledger, TorchDispatchMode):
             super().follow(tensor)
 
 
-def unwatched():
-    """A context in which LiveBytes sees no op: for many small steps, where 10 microseconds an op are a long time."""
-    return _disable_current_modes()
+# A context in which LiveBytes sees no op: for many small steps, where 10 microseconds an op are a long time.
+unwatched = _disable_current_modes
 
 
 @component("loss")

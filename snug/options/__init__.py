@@ -71,6 +71,11 @@ def described(error: BaseException) -> str:
     return " ".join(f"{kind}{error}"[:1000].split())
 
 
+def well_formed(text: str) -> str:
+    """Lone surrogates, which UTF-8 cannot carry, become U+FFFD; two halves of a pair become their character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 

@@ -3,7 +3,7 @@
     tokenizer = get_tokenizer("models/Qwen2.5-0.5B-Instruct")
     tokenizer.encode_prompt([{"role": "user", "content": "Hi"}])       # the ids of transformers' apply_chat_template
 
-Names for others: get_tokenizer, the Tokenizer that it returns, its `chat` (chat.Chat), chat.well_formed.
+Names for others: get_tokenizer, the Tokenizer that it returns, its `chat` (chat.Chat).
 
 `bytes` has the 256 bytes as tokens. `gpt2` is OpenAI's; tiktoken downloads its two files once. A folder with a
 tokenizer.json can have any kind: byte-level BPE (GPT-2, SmolLM2, Llama 3, Qwen), sentencepiece BPE (Llama 2, Mistral),
@@ -28,9 +28,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from snug.options import SnugError, in_one_line
+from snug.options import SnugError, in_one_line, well_formed
 from snug.options.typed import read_object
-from snug.tokenizer.chat import BREAK, CUT, TURN, Chat, well_formed
+from snug.tokenizer.chat import BREAK, CUT, TURN, Chat
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so

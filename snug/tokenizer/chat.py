@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from snug.options import SnugError, in_one_line
+from snug.options import SnugError, in_one_line, well_formed
 
 BREAK, CUT = "\udffe", "\udffd"
 FRAME = re.compile("<(?=/?(tool_response|tool_call|think)>)")
@@ -131,11 +131,6 @@ class Chat:
         if message["role"] == "tool":
             broken = {key: FRAME.sub("<" + BREAK + CUT, text) for key, text in broken.items()}
         return message | broken
-
-
-def well_formed(text):
-    """Lone surrogates, which UTF-8 cannot carry, become U+FFFD; two halves of a pair become their character."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @cache

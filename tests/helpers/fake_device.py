@@ -49,7 +49,7 @@ LADDER = {
     "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
     "teacher": dict(teacher="t"),
     "teacher on the host": dict(teacher="t", divergence="reverse_kl", teacher_device="host"),
-    "reference": dict(beta=0.04, importance_sampling_cap=2.0, importance_sampling_level="sequence", entropy_coef=0.01),
+    "reference": dict(beta=0.04, importance_sampling_cap=2.0, importance_sampling_level="sequence"),
 }
 SAMPLERS = {"greedy": dict(temperature=0.0), "sampled": dict(), "stop tokens": dict(stop_token=(5, 7))}
 

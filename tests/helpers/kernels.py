@@ -24,8 +24,8 @@ def make_cache(
 ):  # fmt: skip
     """-> a cache with its prompts read and garbage in own columns, its config, the prompts' keys and values."""
     config = make_model("llama", n_head=heads, n_kv_head=kv_heads, n_embd=heads * D, **shape).config
-    cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size, keep_all=False)
-    cache.completions[0].both.fill_(float("nan"))  # what was in the memory
+    cache = KVCache(config, prompt_slots, T_p, slots, T_c, dtype, DEVICE, group_size)
+    cache.completions.fill_(float("nan"))  # what was in the memory
     torch.manual_seed(1)
     cache.begin_prefill(list(range(prompt_slots)), list(lengths))
     prompts = torch.randn(config.n_layer, 2, prompt_slots, kv_heads, T_p, D, dtype=dtype, device=DEVICE)
@@ -88,7 +88,7 @@ RAGGED = [
 ]
 
 
-# Behind RAGGED: four rows go on, past the ends of a ring; the fifth gives way once more.
+# Behind RAGGED: four rows go on; the fifth gives way once more.
 LONG_ROWS = RAGGED + [
     [(0, 0, t), (5, 2, t - 2), (2, 2, t), (6, 0, t - 2), (4, 2, t) if t < 9 else (7, 1, t - 9)] for t in range(5, 16)
 ]

@@ -11,7 +11,7 @@ from helpers.models import DEVICE
 from loss import group_advantages
 from sample import Rollouts, sample_groups
 from settings import SFTSettings
-from snug.device.cuda import MULTIPLE
+from snug.device.kinds import MULTIPLE
 
 
 def rows_of(rollouts):
@@ -109,4 +109,4 @@ WAYS = {
 
 def as_on_cuda(multiple=MULTIPLE):
     """Rows are rounded as on CUDA."""
-    return patch.multiple("snug.device.cuda", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
+    return patch.multiple("snug.device.kinds", kind_of=lambda tensor: "cuda", MULTIPLE=multiple)
