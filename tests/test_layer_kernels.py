@@ -51,7 +51,7 @@ def test_values_in_the_interpreter(request):
 
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
-    forbid_plain_torch(monkeypatch, (rotary, "rotate"), (gated, "forward_torch"), (gated, "backward_torch"))
+    forbid_plain_torch(monkeypatch, (rotary, "rotate"), (gated, "rows_in_torch"))
 
 
 def assert_rounded(value, exact, dtype):

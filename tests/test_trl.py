@@ -71,8 +71,8 @@ def theirs(case, steps=1, **options):
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = cap is not None
     trainer.current_gradient_accumulation_steps, trainer._metrics = steps, {"train": defaultdict(list)}
     trainer._entropy_bonus_enabled = trainer.use_adaptive_entropy = False
-    leaf, entropies = (case[name].clone().requires_grad_() for name in ("logprobs", "entropies"))
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, entropies, None)
+    leaf = case["logprobs"].clone().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, case["entropies"], None)
     ids = torch.zeros_like(case["mask"])
     inputs = dict(prompt_ids=ids[:, :1], prompt_mask=ids[:, :1] + 1, completion_ids=ids, completion_mask=case["mask"])
     inputs |= dict(advantages=case["advantages"], old_per_token_logps=case["old"], ref_per_token_logps=case["ref"])
@@ -81,7 +81,7 @@ def theirs(case, steps=1, **options):
         inputs["importance_sampling_ratio"] = their_correction(case, cap)
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    return loss.detach(), leaf.grad, torch.zeros_like(leaf) if entropies.grad is None else entropies.grad
+    return loss.detach(), leaf.grad
 
 
 def their_correction(case, cap):
@@ -98,19 +98,17 @@ def their_correction(case, cap):
 
 
 def ours(case, steps=1, **options):
-    """policy_loss on the flat tokens, with TRL's mean of the entropy: over the micro-batch, which for other loss types than bnpo ours is not."""
+    """policy_loss on the flat tokens."""
     flat = case["mask"].bool()
-    leaf, entropies = (case[name].clone().requires_grad_() for name in ("logprobs", "entropies"))
-    cap, entropy_coef = options.pop("cap", None), options.pop("entropy_coef", 0.0)
+    leaf, cap = case["logprobs"].clone().requires_grad_(), options.pop("cap", None)
     sequence = torch.arange(len(flat)).repeat_interleave(flat.sum(1))
     total = int(case.get("num_items", flat.sum()))
     options = GRPOSettings(max_new_tokens=12, importance_sampling_cap=cap, **options)
     counts = dict(num_tokens=total, num_sequences=len(flat) * steps, num_micro_batches=steps)
     columns = leaf[flat], case["old"][flat], case["advantages"], sequence, flat.sum(1), case["ref"][flat]
     loss, _ = policy_loss(*columns, **counts, sampling_logprobs=case["sampling"][flat], options=options)
-    loss = loss - entropy_coef * entropies[flat].sum() / (flat.sum() * steps)
     loss.backward()
-    return loss.detach(), leaf.grad, torch.zeros_like(leaf) if entropies.grad is None else entropies.grad
+    return loss.detach(), leaf.grad
 
 
 VARIANTS = [dict(), dict(epsilon_high=0.28, beta=0.04), dict(cap=3.0)]

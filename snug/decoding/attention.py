@@ -10,13 +10,9 @@ WINDOW: how many tokens a token sees, itself included; 0: all before it. PART: h
 Left out: prefill, which is the model's own attention. Test: pytest tests/test_kernels.py
 """
 
-from snug.kernels import triton
+from snug.kernels import LOW, constexpr, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-    from triton.language import constexpr
-
-    from snug.kernels import LOW
 
     @triton.jit
     def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr, PART: constexpr):

@@ -17,12 +17,12 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from snug.decoding import attention
-from snug.device.kinds import kind_of, upload
+from snug.device.kinds import upload
 from snug.kernels import LOG2_OF_E, launch, uses_triton
 from snug.kernels.rotary import rotate
+from snug.kernels.segments import attend
 from snug.memory.ledger import component
 
 
@@ -56,13 +56,12 @@ class KVCache:
     ):
         """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt."""
 
-        def shape(slots, columns):
-            return config.n_layer, 2, slots, config.n_kv_head, columns, config.head_size
-
+        L, G, D = config.n_layer, config.n_kv_head, config.head_size
+        options = dict(dtype=dtype, device=device)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.completions = torch.empty(shape(slots, width), dtype=dtype, device=device)
+        self.completions = torch.empty(L, 2, slots, G, width, D, **options)
         self.cleared = 0  # columns of completions
-        self.prompt = torch.zeros(shape(prompt_slots, prompt_width), dtype=dtype, device=device)
+        self.prompt = torch.zeros(L, 2, prompt_slots, G, prompt_width, D, **options)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.ragged = False  # is a prompt shorter than the others?
         self.max_length = prompt_width + width
@@ -216,17 +215,7 @@ class KVCache:
         completion[:, slots[:, None], :, columns] = new.to(self.dtype)
         prompt = self.prompt[layer][:, prompt_slots]
         k, v = torch.cat([prompt, completion[:, slots]], 3)
-        if kind_of(q) == "cuda":  # its fused attention with a mask does not share heads
-            R = q.shape[1] // k.shape[1]
-            k = k.repeat_interleave(R, 1)
-            v = v.repeat_interleave(R, 1)
-        return F.scaled_dot_product_attention(
-            q.to(self.dtype),
-            k,
-            v,
-            attn_mask=self.reply_sees[self.config.windows[layer]],
-            enable_gqa=True,
-        )
+        return attend(q.to(self.dtype), k, v, self.reply_sees[self.config.windows[layer]])
 
     def attend(self, layer: int, q, k, v, rotary=None):
         """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).

@@ -40,20 +40,19 @@ class Recorder:
 
     def record(self, step):
         """Record a step. If that fails, for instance out of memory, go on without graphs."""
-        for emptied in (False, True):
+        for _ in range(2):
             try:
                 with torch.cuda.device(self.device):
                     self.pool = self.pool or torch.cuda.MemPool()
                     self.graph = graph_of(step, self.pool, capture_stream(self.device))
                 return
+            except torch.OutOfMemoryError as error:
+                reason = first_line(error)
+                torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
             except RuntimeError as error:
                 reason = first_line(error)
-                out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            if emptied or not out_of_memory:
+                cuda.keep_broken(self.pool)
                 break
-            torch.cuda.empty_cache()  # during a recording the allocator cannot free the blocks that it caches
-        if not out_of_memory:
-            cuda.keep_broken(self.pool)
         self.enabled = False
         self.pool = None
         tqdm.write(f"sampling goes on without CUDA graphs: {reason}", file=sys.stderr)

@@ -58,17 +58,14 @@ def activate(gate, gelu, out):
         torch.ops.aten.silu.out(gate, out=out)
 
 
-def forward_torch(x, y, gelu):
-    """Fill y."""
+def rows_in_torch(x, dy, out, gelu):
+    """The kernel's twin. Backward computes the activation again: to read a kept copy would move as many bytes."""
     gate, up = x.chunk(2, -1)
-    activate(gate, gelu, y)
-    y.mul_(up)
-
-
-def backward_torch(x, dy, dx, gelu):
-    """Fill dx. It computes the activation again: to read a kept copy would move as many bytes."""
-    gate, up = x.chunk(2, -1)
-    dgate, dup = dx.chunk(2, -1)
+    if dy is None:
+        activate(gate, gelu, out)
+        out.mul_(up)
+        return
+    dgate, dup = out.chunk(2, -1)
     activate(gate, gelu, dup)
     dup.mul_(dy)
     torch.mul(dy, up, out=dgate)
@@ -85,12 +82,9 @@ class GatedUnit(torch.autograd.Function):
     def forward(ctx, x, gelu=False):
         x = x.contiguous()
         ctx.save_for_backward(x)
-        ctx.gelu = gelu
+        ctx.gelu, ctx.fill = gelu, on_rows if uses_triton(x) else rows_in_torch
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        if uses_triton(x):
-            on_rows(x, None, y, gelu)
-        else:
-            forward_torch(x, y, gelu)
+        ctx.fill(x, None, y, gelu)
         return y
 
     @staticmethod
@@ -98,8 +92,5 @@ class GatedUnit(torch.autograd.Function):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        if uses_triton(x):
-            on_rows(x, dy.contiguous(), dx, ctx.gelu)
-        else:
-            backward_torch(x, dy, dx, ctx.gelu)
+        ctx.fill(x, dy.contiguous(), dx, ctx.gelu)
         return dx, None

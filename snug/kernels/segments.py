@@ -2,16 +2,14 @@
 
     Segments   which tokens of the row see which
     attend     attention by them, differentiable: Triton kernels on CUDA (flash.py), a few calls of PyTorch's attention
-               on a CPU, and F.scaled_dot_product_attention with a dense mask elsewhere, group by group. The last
-               is the others' oracle, and attention without segments.
+               on a CPU, and F.scaled_dot_product_attention with a dense mask elsewhere and for windows on a CPU, group
+               by group. The last is the others' oracle, and attention without segments.
 
 On a CPU a completion's attention has two parts: to its prompt and to itself. Each part is a softmax by itself; the
 logarithms of their sums tell how to join them. Backward is exact for each part if it gets the joint output and the
 joint log-sum: a probability is exp(score - joint log-sum), whatever the other part holds.
 
-A window limits how many tokens a token sees, itself included. On a CPU a mask hides keys where a segment is longer than
-the window. Masks are temporary. The largest has a number for each pair of tokens of a segment, or for each token of a
-group's completions and each of the prompt's last window - 1.
+A window limits how many tokens a token sees, itself included.
 
 Left out: prompts that share a beginning, and decoding (snug/decoding/attention.py). Test: pytest tests/test_segments.py
 """
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from snug.device.kinds import kind_of
-from snug.kernels import LOWEST, flash, uses_triton
+from snug.kernels import flash, uses_triton
 from snug.kernels.flash import TILE
 
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,6 +57,12 @@ class Segments:
             end = middle + sum(completions)
             self.groups.append((begin, middle, end))
             lengths += [prompt, *completions]
+        # The prompt and the completions of each group that has both apart.
+        self.parts = [
+            (slice(begin, middle), slice(middle, end))
+            for begin, middle, end in self.groups
+            if middle < end
+        ]
         self.lengths = np.array(lengths)
         self.begins = self.lengths.cumsum() - self.lengths
         self.start = self.begins.repeat(self.lengths)  # (T,): where each token's segment begins
@@ -105,15 +109,6 @@ class Segments:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`start` and `tiles` on the device."""
         return tuple(torch.from_numpy(table).to(self.device) for table in (self.start, self.tiles()))
-
-    @cached_property
-    def parts(self) -> list[tuple[slice, slice]]:
-        """The prompt and the completions of each group that has both apart."""
-        return [
-            (slice(begin, middle), slice(middle, end))
-            for begin, middle, end in self.groups
-            if middle < end
-        ]
 
     @cached_property
     def batches(self) -> list["Batch"]:
@@ -193,7 +188,7 @@ def attend(q, k, v, mask=None, window: int = 0):
     if isinstance(mask, Segments):
         if window >= mask.longest:
             window = 0
-        if uses_triton(q) or kind_of(q) == "cpu":
+        if uses_triton(q) or kind_of(q) == "cpu" and not window:
             return Attend.apply(q, k, v, mask, window)
         # Group by group, because attention keeps its scores for backward: no group's for another
         sees, rows = mask.mask(window), [slice(begin, end) for begin, _, end in mask.groups]
@@ -204,8 +199,8 @@ def attend(q, k, v, mask=None, window: int = 0):
         band = in_window(position, position, window)
         mask = band if mask is None else mask & band
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.dtype == torch.float32 and kind_of(q) == "cuda":
-        # In float32 CUDA's fused attention does not share heads.
+    if grouped and kind_of(q) == "cuda" and (q.dtype == torch.float32 or mask is not None):
+        # In float32, or with a mask, CUDA's fused attention does not share heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
@@ -242,66 +237,35 @@ class Attend(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def band(queries, keys, window, dtype):
-    """Positions of queries (M,) and of keys (N,) -> (M, N), what is added to scores."""
-    hidden = ~in_window(queries, keys, window)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, LOWEST)
-
-
-def causal(q, window):
-    """What cpu_attention takes for q (n, H, L, D), to be causal and within the window."""
-    if not 0 < window < q.shape[2]:
-        return dict(is_causal=True)
-    position = torch.arange(q.shape[2])
-    return dict(is_causal=False, attn_mask=band(position, position, window, q.dtype))
-
-
-def seen_of_prompt(segments, prompt, completions, window, dtype):
-    """-> what of a prompt its completions see, and which of its tokens, as a mask, where they differ.
-
-    A token that sees none has a log-sum of about LOWEST, so that its prompt's share is 0."""
-    if not window or segments.positions[completions].max() < window:
-        return prompt, None
-    # A completion's first token sees the most.
-    prompt = slice(max(prompt.start, prompt.stop - window + 1), prompt.stop)
-    return prompt, band(segments.positions[completions], segments.positions[prompt], window, dtype)
-
-
-def forward_torch(q, k, v, y, lse, segments, window):
+def forward_torch(q, k, v, y, lse, segments, _):
     """Fill y (1, H, T, D) and lse (1, H, T)."""
     for batch in segments.batches:
         inputs = [batch.take(x) for x in (q, k, v)]
-        y_batch, lse_batch = cpu_attention(*inputs, **causal(inputs[0], window))
+        y_batch, lse_batch = cpu_attention(*inputs, is_causal=True)
         batch.put(y_batch, y)
         batch.put(lse_batch, lse)
-    for prompt, completions in segments.parts if window != 1 else ():
-        seen, mask = seen_of_prompt(segments, prompt, completions, window, q.dtype)
-        y_prompt, lse_prompt = cpu_attention(
-            q[:, :, completions], k[:, :, seen], v[:, :, seen], attn_mask=mask
-        )
+    for prompt, completions in segments.parts:
+        y_prompt, lse_prompt = cpu_attention(q[:, :, completions], k[:, :, prompt], v[:, :, prompt])
         lse_own = lse[:, :, completions]
         share = torch.sigmoid(lse_prompt - lse_own)[..., None].to(y.dtype)  # of the prompt
         y[:, :, completions].lerp_(y_prompt, share)
         torch.logaddexp(lse_own, lse_prompt, out=lse_own)
 
 
-def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments, window):
+def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments, _):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
     for batch in segments.batches:  # every token is in one batch
         inputs = [batch.take(x) for x in (dy, q, k, v, y, lse)]
         if len(batch.padding):
             inputs[0].transpose(1, 2).flatten(0, 1)[batch.padding] = 0  # a view: `take` made a copy
-        gradients = cpu_attention_backward(*inputs, 0.0, **causal(inputs[0], window))
+        gradients = cpu_attention_backward(*inputs, 0.0, is_causal=True)
         for gradient, row in zip(gradients, (dq, dk, dv), strict=True):
             batch.put(gradient, row)
-    for prompt, completions in segments.parts if window != 1 else ():
+    for prompt, completions in segments.parts:
         # of completions' queries for their prompt's keys
         dy_own, q_own, y_own, lse_own = (x[:, :, completions] for x in (dy, q, y, lse))
-        seen, mask = seen_of_prompt(segments, prompt, completions, window, q.dtype)
-        keys, values = k[:, :, seen], v[:, :, seen]
-        inputs = dy_own, q_own, keys, values, y_own, lse_own
-        gradients = cpu_attention_backward(*inputs, 0.0, False, attn_mask=mask)
-        for gradient, row, tokens in zip(
-            gradients, (dq, dk, dv), (completions, seen, seen), strict=True
-        ):
+        inputs = dy_own, q_own, k[:, :, prompt], v[:, :, prompt], y_own, lse_own
+        gradients = cpu_attention_backward(*inputs, 0.0, is_causal=False)
+        places = (dq, completions), (dk, prompt), (dv, prompt)
+        for gradient, (row, tokens) in zip(gradients, places, strict=True):
             row[:, :, tokens] += gradient

@@ -182,7 +182,6 @@ class HeadLogprobs(torch.autograd.Function):
             for _ in chunks.visit():
                 pass
         ctx.options = options
-        ctx.set_materialize_grads(False)  # backward gets None for an output that has no gradient
         ctx.save_for_backward(hidden, weight, targets)
         if options.entropy:
             ctx.mark_non_differentiable(chunks.entropy)
@@ -195,12 +194,8 @@ class HeadLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         options = ctx.options._replace(entropy=False)
-        if ddivergence is None:
-            options = options._replace(teacher=None)
         with torch.autocast(hidden.device.type, enabled=False), fast_products(hidden):
             chunks = Chunks(hidden, weight, targets, options)
-            if coefficients is None:
-                coefficients = torch.zeros_like(chunks.logprobs)
             for rows, hidden_rows, logits in chunks.visit(gradient=True):
                 more = None if ddivergence is None else ddivergence[rows]
                 chunks.accumulate(logits, hidden_rows, rows, coefficients[rows], dhidden, dweight, more)

@@ -87,10 +87,9 @@ def fit(dry_run, settings, room: Room):
         if planned.peak <= lowest.peak:
             fitted, lowest = trial, planned
             lowered.append(name)
-    enough = room._replace(device=max(room.device, need(lowest)))
 
     def fits(trial):
-        return enough.holds(plan(dry_run, trial))
+        return room.holds(plan(dry_run, trial))
 
     for name in counted(lowered[::-1], "options"):
         fitted, *slower = (replace(fitted, **{name: value}) for value in steps[name])
@@ -135,16 +134,16 @@ def room_for(settings, device) -> Room | None:
 @phase("planning")
 def show(dry_run, settings) -> str:
     """What --plan prints."""
-    room = room_for(settings, settings.device.replace("auto", "cuda"))
+    room, verdict = room_for(settings, settings.device.replace("auto", "cuda")), ""
     if room is None:
         planned = plan(dry_run, settings)
-        return f"{planned.text()}\n{planned.line()}"
-    fitted, planned = fit(dry_run, settings, room)
-    change = changes(settings, fitted)
-    verdict = f"fits into {room.device / GIB:.3g} GiB with {change}"
-    if not room.holds(planned):
-        verdict = f"does not fit: {too_large(planned, change, room)}"
-    return f"{planned.text()}\n{verdict}\n{planned.line()}"
+    else:
+        fitted, planned = fit(dry_run, settings, room)
+        change = changes(settings, fitted)
+        verdict = f"fits into {room.device / GIB:.3g} GiB with {change}\n"
+        if not room.holds(planned):
+            verdict = f"does not fit: {too_large(planned, change, room)}\n"
+    return f"{planned.text()}\n{verdict}{planned.line()}"
 
 
 @phase("planning")
