@@ -43,13 +43,8 @@ class Training:
     before: dict = field(default_factory=dict)  # scores before the first iteration, which logs them
     shown_hints: set = field(default_factory=set)
 
-    @property
-    def settings(self):
-        return self.prepared.settings
-
-    @property
-    def processes(self):
-        return self.limits.processes
+    def __post_init__(self):
+        self.settings, self.processes = self.prepared.settings, self.limits.processes
 
     def attempt(self, phase: str, function, *arguments, cut=None, **options):
         """function(*arguments, **options) as a phase of the meter; after an out-of-memory again, with a lower limit.

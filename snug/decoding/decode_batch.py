@@ -126,7 +126,7 @@ class DecodeBatch:
         self.same_t = True  # is t the same in all active slots?
 
     def decode(self):
-        """Step until all completions are over."""
+        """Step until all completions are over. Those that go on count in the bar as their tokens' share."""
         with phase("sampling", self.N, "completions") as bar:
             before = bar.n
             while self.refill():
@@ -134,14 +134,11 @@ class DecodeBatch:
                     # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
                     with unwatched() if self.steps % 16 else nullcontext():
                         self.step()
-                bar.update(before + self.done() - bar.n)
+                held = self.held[self.held < self.N]
+                tokens = (self.steps - self.started[held] + 1).sum()
+                done = self.next_sequence - len(held) + int(tokens) // self.max_new_tokens
+                bar.update(before + done - bar.n)
             bar.update(before + self.N - bar.n)
-
-    def done(self) -> int:
-        """How many sequences are over; those that go on count as their tokens' share of max_new_tokens."""
-        held = self.held[self.held < self.N]
-        tokens = (self.steps - self.started[held] + 1).sum()
-        return self.next_sequence - len(held) + int(tokens) // self.max_new_tokens
 
     def refill(self) -> int:
         """Start waiting sequences in idle slots. If none waits, remove idle slots once they are many.
