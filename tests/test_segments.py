@@ -221,17 +221,6 @@ def test_attention_of_any_groups(groups, window, seed):
     assert_attention(groups, torch.float64, 1e-12, 1e-12, window, seed=seed)
 
 
-def test_groups_that_fit_their_window_take_no_mask():
-    """Of a row that has others."""
-    groups = [(5, [6, 9]), (3, [2, 4]), (9, [])]
-    assert_attention(groups, torch.float64, 1e-12, 1e-12, 10)
-    made, original = [], module.band
-    *given, dy = inputs(groups, torch.float64)
-    with patch.object(module, "band", lambda *arguments: made.append(1) or original(*arguments)):
-        with_gradients(attend, given, dy, Segments(groups), 10)
-    assert len(made) == 2  # the first group's, forward and backward
-
-
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_a_window_without_segments_is_a_band(window):
     """Causal, and with a mask for each sequence."""
@@ -263,14 +252,14 @@ def test_a_token_that_sees_nothing_of_its_prompt_is_as_without_it():
     assert not dk[:, :, :3].any() and not dv[:, :, :3].any() and dv[:, :, 3:6].all()
 
 
-def test_what_is_kept_has_its_window():
+def test_what_is_kept_is_not_computed_again():
     """As a checkpointed block runs: forward, and again before backward."""
     groups = GROUPS["similar lengths"]
     *given, dy = inputs(groups, torch.float64)
-    expected = with_gradients(attend_dense, given, dy, Segments(groups), 7)
+    expected = with_gradients(attend_dense, given, dy, Segments(groups))
     segments = Segments(groups).keeping()
     with torch.no_grad():
-        attend(*given, segments, 7)
+        attend(*given, segments)
     with patch.object(module, "forward_torch", lambda *_: pytest.fail("it attends again")):
-        for value, exact in zip(with_gradients(attend, given, dy, segments, 7), expected, strict=True):
+        for value, exact in zip(with_gradients(attend, given, dy, segments), expected, strict=True):
             torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)

@@ -55,7 +55,11 @@ def numbers_of(group, steps, scale):
 
 
 def adamw_torch(weight, gradient, exp_avg, exp_avg_sq, kept, numbers, key, first):
-    """The kernel's formula in plain torch; in float64 if the weights are. kept: master, or weight if there is none."""
+    """The kernel's formula in plain torch; in float64 if the weights are. kept: master, or weight if there is none.
+
+    Its temporaries are of a chunk. On a side stream, where the optimizer allocates nothing else, it runs only if a GPU
+    has no kernels.
+    """
     scale, share1, share2, decay, rate, correction, eps = numbers
     dtype = torch.promote_types(weight.dtype, torch.float32)
     g = gradient.to(dtype) * scale

@@ -15,7 +15,7 @@ Left out: decoding's attention (snug/decoding/attention.py). The oracle is segme
 
 import torch
 
-from snug.kernels import LN2, LOG2E, LOW, constexpr, has_tensor_cores, launch, tl, triton
+from snug.kernels import LN2, LOG2E, LOW, constexpr, has_tensor_cores, launch, nothing_to_do, tl, triton
 
 TILE = 64  # most tokens of a tile (Segments.tiles)
 
@@ -272,6 +272,8 @@ def common(q, k, v, segments):
 
 def forward(q, k, v, y, lse, segments, window, dy=None, dq=None, delta=None):
     """Fill y (1, H, T, D) and lse (1, H, T); or, with dy, dq (1, H, T, D) and delta (1, H, T)."""
+    if nothing_to_do(q):
+        return
     shape, others = kernel_shape(q, k), common(q, k, v, segments)
     programs = len(segments.tables[1]) * shape["PARTS"] * q.shape[1]
     launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, WINDOW=window, **shape)
@@ -284,6 +286,8 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window):
     delta = torch.empty_like(lse)
     shares = lse.new_empty(2, prompt_tiles * TILE, H, D)
     dy = dy.transpose(1, 2).contiguous()  # (1, T, H, D)
+    if nothing_to_do(q):
+        return
     forward(q, k, v, y, lse, segments, window, dy, dq, delta)
     shape, tiles, G = kernel_shape(q, k, True), segments.tables[1], k.shape[1]
     launch(
