@@ -5,7 +5,8 @@ next power of two. A program takes one key head and a stretch of columns: of a p
 and so read it once, or of one slot's completion. It rotates its queries itself. Its result is a part of their softmax.
 The last program to finish with a query joins the parts (`join`).
 
-WINDOW: how many tokens a token sees, itself included; 0: all before it. PART: how many of a head's numbers turn; 0: all.
+WINDOW: how many tokens a token sees, itself included; 0: all before it. PART: how many of a head's numbers turn; 0:
+all.
 
 Left out: prefill, which is the model's own attention. Test: pytest tests/test_kernels.py
 """
