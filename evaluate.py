@@ -203,25 +203,21 @@ def loaded(prepared: Prepared, options: EvaluateSettings, run=None):
 
 
 def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=None):
-    """Print the table, write the file -> its first line. run: default the one of prepared.origin."""
+    """Print the table, write the file -> its first line, and the samples. run: default the one of prepared.origin."""
     for line in notes(prepared):
         say(f"note: {line}")
     summary, samples = run_evaluation(loaded(prepared, options, run), prepared, options)
-    lines, cut_off = table(summary), fmean(not sample["stopped"] for sample in samples)
+    say(plain("\n".join(table(summary))))
+    cut_off = fmean(not sample["stopped"] for sample in samples)
     if cut_off > 0.5:
-        lines.append(
-            f"{cut_off:.0%} of the completions were cut off at max_new_tokens={prepared.longest()[1]}"
-        )
-    try:
-        if file:  # before the console, which may be gone
-            text = "".join(json.dumps(finite(record)) + "\n" for record in [summary, *samples])
-            with in_one_line(f"{file} cannot be written"):
-                write_whole(file, text)
-    finally:  # a full disk does not lose the scores
-        say(plain("\n".join(lines)))
+        most = prepared.longest()[1]
+        say(f"{cut_off:.0%} of the completions were cut off at max_new_tokens={most}")
     if file:
+        text = "".join(json.dumps(finite(record)) + "\n" for record in [summary, *samples])
+        with in_one_line(f"{file} cannot be written"):
+            write_whole(file, text)
         say(f"samples in {file}")
-    return summary
+    return summary, samples
 
 
 def compare(options: EvaluateSettings, models: list[Prepared]):
@@ -229,14 +225,11 @@ def compare(options: EvaluateSettings, models: list[Prepared]):
 
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
-    lines, samples = [], []
-    generators = generator_state()  # an environment may draw from them
+    generators, samples = generator_state(), []  # an environment may draw from them
     for each in models:
         restore_generators(generators)
-        summary, rows = run_evaluation(loaded(each, options), each, options)
-        lines += table(summary)
-        samples.append(rows)
-    say(plain("\n".join(lines + verdict(comparison(*samples)))))
+        samples.append(main(options, each, None)[1])
+    say(plain("\n".join(verdict(comparison(*samples)))))
 
 
 if __name__ == "__main__":

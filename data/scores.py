@@ -119,7 +119,7 @@ def mean_of(values: list[float]) -> float | None:
 
 
 def table(summary: dict):
-    """The first line of a file of samples -> lines for people: name, value, 95 % interval, remark."""
+    """The first line of a file of samples -> lines for people: name, value, 95 % interval."""
     options, different = summary["settings"], summary["different_prompts"]
     prompts, n = options["num_prompts"], options["num_samples"]
     title = f"{summary['checkpoint']}: {options['task']}, {prompts} prompts of the test split"
@@ -127,18 +127,8 @@ def table(summary: dict):
         title += f" ({different} different)"
     if options["temperature"]:
         title += f", {n} sample{'s' * (n > 1)} each at temperature {options['temperature']:g}"
-    rows = []
-    for name, value in summary["scores"].items():
-        low, high = summary["intervals"][name]
-        remark = "greedy" if name.endswith("pass_at_1") else ""
-        if name.endswith("_sampled"):
-            remark = f"mean of {n} samples" if n > 1 else "sampled"
-        shown = name.removesuffix("_sampled").replace("_at_", "@")
-        rows.append((shown, f"{value:6.3f}   {low:.3f} to {high:.3f}", remark))
-    remarks = dict(length="tokens, mean", stopped="share", reward_greedy="greedy")
-    for name, value in summary["means"].items():
-        number = "-" if value is None else f"{value:.{1 if name == 'length' else 3}f}"
-        rows.append((name, f"{number:>6}", remarks.get(name, "mean")))
-    width = max(len(name) for name, *_ in rows)
-    lines = [f"  {name:<{width}}  {value:<23}   {remark}".rstrip() for name, value, remark in rows]
+    rows = {name: f"{mean:.3f}" for name, mean in summary["means"].items() if mean is not None}
+    for name, (low, high) in summary["intervals"].items():
+        rows[name] = f"{summary['scores'][name]:.3f}   {low:.3f} to {high:.3f}"
+    lines = [f"  {name:<17}  {text}" for name, text in sorted(rows.items())]
     return [title + "; 95 % intervals", *lines]

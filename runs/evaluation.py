@@ -57,10 +57,8 @@ def prepare_evaluation(
 def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second: str):
     """Two models, with the task and the options of the second if it is a run, else of the first -> what `prepare`
     makes of each. Raises SnugError."""
-    if options.samples_file not in ("", "none"):
-        raise SnugError(
-            f"samples_file={options.samples_file}: of two models no samples are written; evaluate each alone"
-        )
+    if options.samples_file:
+        raise SnugError("samples_file is of one model; leave it out")
     options = replace(options, samples_file="none")
     source = find_run(second, tensors=())
     if not settings_of(source).task:

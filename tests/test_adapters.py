@@ -311,7 +311,7 @@ def test_every_command_takes_it(folders, tmp_path, monkeypatch, capsys):
         prepared, file = evaluate.prepare_evaluation(options, given, name)
         evaluate.main(options, prepared, file)
         log = run_grpo(base, tmp_path / f"taught_{name}", f"--teacher={name}", "--max_iters=1", "--beta=0")
-        scores = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  pass@")]
+        scores = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  pass_at_")]
         found.append([scores, log[0]["grad_norm"], log[0]["divergence"]])
     assert texts[0] == texts[1]
     assert found[0][0] == found[1][0] != [] and found[0][2] > 0

@@ -142,7 +142,7 @@ def test_a_pipe_says_what_is_going_on_before_the_first_iteration(tmp_path, capsy
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"loading {sft.out_dir}/checkpoint-000004" and lines[1].startswith("GRPO on addition")
     assert lines[2] == "evaluating before training: 20 prompts" and lines[3].startswith("before training  pass@1")
-    assert re.search(r"pass@1 (\d.\d{3}) \(\d.\d\d to \d.\d\d\) \(sampled", lines[3])  # of 20 prompts
+    assert re.search(r"pass@1 \d.\d{3} \(sampled", lines[3])
     grpo.main(prepare(replace(settings, resume="auto", max_iters=5)))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"loading {settings.out_dir}/checkpoint-000004"

@@ -47,7 +47,7 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     with pytest.raises(SnugError, match="block_size"):
         run.sample("1" * 999)
     scores = run.evaluate(num_prompts=5)
-    assert scores["pass_at_1"] <= 1 and "  pass@1" in capsys.readouterr().out
+    assert scores["pass_at_1"] <= 1 and "  pass_at_1" in capsys.readouterr().out
     data = json.loads((tmp_path / "run/settings.json").read_text())["data_file"]
     assert [json.loads(line) for line in Path(data).read_text().splitlines()] == PROMPTS
     again = grpo.train(resume=run.folder, reward_funcs=[short, renamed(short)], max_iters=3)

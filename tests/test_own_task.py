@@ -109,7 +109,7 @@ def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, c
     )
     prepared, file = prepare_evaluation(options, given, *folders)
     assert prepared.settings.length == 5 and prepared.settings.loud  # one is given, the other is the run's
-    assert "pass_at_1" in evaluate.main(options, prepared, file)["scores"]
+    assert "pass_at_1" in evaluate.main(options, prepared, file)[0]["scores"]
     settings, given, folder = read_settings(SampleSettings, [run, "--num_samples=2"], "folder")
     capsys.readouterr()
     sample.main(settings, given, find_run(folder))

@@ -103,7 +103,7 @@ class FinishedRun:
             EvaluateSettings, "", dict(task=self.settings.task, samples_file="none") | options
         )
         prepared, file = prepare_evaluation(settings, given, self.folder, self.functions)
-        return evaluate(settings, prepared, file, self.loaded)["scores"]
+        return evaluate(settings, prepared, file, self.loaded)[0]["scores"]
 
     def __repr__(self):
         return f"<run {self.folder}, {len(self.log)} of {self.settings.max_iters} iterations>"
