@@ -239,7 +239,6 @@ def test_the_command(run_folder):
     for name, *shown in map(str.split, lines[2:-2]):
         low, high = summary["intervals"][name]
         assert shown == [f"{summary['scores'][name]:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
-    assert lines[1].endswith("   greedy") and lines[2].endswith("   mean of 6 samples")
     test_rows = make_task(load_run(run_folder).settings).rows["test"]
     assert {s["prompt"] for s in samples} <= {row["prompt"] for row in test_rows}
 
