@@ -117,22 +117,18 @@ def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
     """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
     right: has it the total that all functions give at 1? A reward is None if the completion was not scored. task_reward
-    and reward/<function> exist only with reward_funcs; extra/<column> and metric/<name> if a function logged them; a
-    metric is that of all these completions.
+    and reward/<function> exist only with reward_funcs.
     """
     scores = prepared.score(prompts, completions, columns)
     totals = [None if math.isnan(total) else total for total in scores.totals]
     rewards = {f"reward/{name}": values for name, values in scores.by_function.items()}
-    extra = {f"extra/{name}": values for name, values in scores.extra.items()}
-    for name, values in scores.metrics.items():
-        extra[f"metric/{name}"] = [fmean(values)] * len(completions)
     least = sum(prepared.reward_weights)
     right = [total >= least - ROUNDING * abs(least) for total in scores.totals]  # NaN is wrong
     if not prepared.settings.reward_funcs:  # the task or the environment says what is right
         rewards = {}
     elif prepared.task.scored:
-        extra["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
-    return dict(right=right, reward=totals) | rewards | extra
+        rewards["task_reward"] = prepared.task.rewards(prompts, completions, **columns)
+    return dict(right=right, reward=totals) | rewards
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,7 +153,7 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
     """What sample_held_out returned in each process -> entries of the log.
 
     pass_at_1; task_pass_at_1 with reward_funcs and a task that scores; eval_reward_mean; and these with _sampled.
-    eval_reward/<function> and eval_metric/<name> of greedy completions if there are several functions or metrics.
+    eval_reward/<function> of greedy completions if there are several functions.
     eval_truncated_fraction: how many completions did not stop.
     """
     greedy, sampled = [sum(samples, []) for samples in zip(*of_processes, strict=True)]

@@ -10,7 +10,7 @@ besides
     stopped        did the completion end by itself? (TRL does not have it)
     environments   the environment of each completion, if the run has one
     trainer_state  trainer_state.global_step of trainer_state.max_steps; a step is an iteration
-    log_metric     log_metric("name", number): log.jsonl has the mean as metric/name, of evaluations as eval_metric/name
+    log_metric     log_metric("name", number): log.jsonl has the mean as metric/name
     log_extra      log_extra("column", values), a value for each completion: samples.jsonl has it
 
 Each function gets copies, which it may change. The working directory is put back after them; so is the mode of

@@ -106,10 +106,10 @@ def pass_rates(samples: list[dict], suffix: str = ""):
 
 
 def reward_means(samples: list[dict]):
-    """-> {"reward": mean, "reward/<function>": mean, "metric/<name>": mean, ...}. Without None, "not scored"."""
+    """-> {"reward": mean, "reward/<function>": mean, ...}. Without None, "not scored"."""
     means = {}
     for name in dict.fromkeys(name for sample in samples for name in sample):
-        if name.startswith(("reward", "metric/")):
+        if name.startswith("reward"):
             means[name] = mean_of([s[name] for s in samples if s.get(name) is not None])
     return means
 

@@ -256,11 +256,9 @@ def wandb(settings, title: str, start: int):
         project=os.environ.get("WANDB_PROJECT", "snug"),
         id=id_file.read_text(),
         name=folder.name,
-        job_type=title,
         dir=str(folder),
         config=vars(settings),
         resume="allow",
-        settings=wandb.Settings(console="off"),
     )
     try:
         while record := (yield):

@@ -238,24 +238,3 @@ def test_evaluations_do_not_change_what_is_learned(tmp_path):
         file = checkpoint.newest(prepared.settings.out_dir) / "model.safetensors"
         weights.append(safetensors.torch.load_file(file))
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
-
-
-def test_evaluations_have_what_functions_log(tmp_path, monkeypatch):
-    """log_metric: the mean over the held-out completions, whatever the batches; in the log and in the command's table."""
-    (tmp_path / "logging_rewards.py").write_text("""
-def short(completions, log_metric, **columns):
-    log_metric("length", sum(map(len, completions)) / len(completions))
-    return [1 - len(text) / 8 for text in completions]
-""")
-    monkeypatch.chdir(tmp_path)
-    settings = GRPOSettings(
-        **RUN | dict(digits=1, reward_funcs=["logging_rewards:short"], reward_weights=[], out_dir="run")
-    )
-    grpo.main(prepare(settings))
-    first, last = read_log("run")
-    assert first["before/eval_metric/length"] > 0 and first["metric/length"] > 0
-    prepared, options, file = prepared_by("run", "--num_prompts=24", "--temperature=0")
-    evaluate.main(options, prepared, file)
-    summary, *samples = map(json.loads, file.read_text().splitlines())
-    wanted = pytest.approx(mean([len(sample["completion"]) for sample in samples]))
-    assert last["eval_metric/length"] == summary["means"]["metric/length"] == wanted
