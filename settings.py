@@ -386,10 +386,6 @@ class LoopSettings(
     """What SFT and GRPO share."""
 
     def check(self):
-        if self.n_embd % self.n_head:
-            raise SnugError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
-        if self.n_kv_head and self.n_head % self.n_kv_head:
-            raise SnugError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
         if not re.fullmatch(r"(auto|\d*\.?\d+)?", self.memory_budget_gb):
             raise SnugError(
                 f"memory_budget_gb={self.memory_budget_gb!r} is not auto or a number of GiB"

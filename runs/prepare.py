@@ -33,9 +33,17 @@ from settings import (
     SFTSettings,
     load_loss,
 )
-from snug.options import SnugError, fields, find_path, make_settings, read_settings
+from snug.options import (
+    SnugError,
+    fields,
+    find_path,
+    in_one_line,
+    make_settings,
+    read_settings,
+)
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained
+from snug.shape import GPTConfig
 from snug.tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = list(fields(ModelOptions))
@@ -319,12 +327,11 @@ def shape_and_tokenizer(
     if place:
         refuse_contradictions(settings, chosen, vars(ModelOptions()) | shape, tokenizer.name, place)
     tokenizer.set_template_kwargs(settings.chat_template_kwargs)
-    rows = shape["vocab_size"] or tokenizer.n_vocab
-    if rows < tokenizer.n_vocab:
-        raise SnugError(
-            f"vocab_size={rows}, but the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids; a model needs its own"
-        )
-    return shape | dict(vocab_size=rows, n_vocab=tokenizer.n_vocab), tokenizer
+    n_vocab = tokenizer.n_vocab
+    shape = shape | dict(vocab_size=shape["vocab_size"] or n_vocab, n_vocab=n_vocab)
+    with in_one_line(f"{place or 'a model'} with the tokenizer {tokenizer.name}"):
+        GPTConfig(**shape)
+    return shape, tokenizer
 
 
 def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_name: str, source):

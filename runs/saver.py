@@ -115,9 +115,7 @@ class Saver:
                 write(self.folder, state, tensors, self.tokenizer.files)
         except SnugError as error:
             if last:
-                raise SnugError(
-                    f"{error}; --resume=auto goes on from {newest_name(self.folder)}"
-                ) from None
+                raise
             self.say(f"warning: {error}; the training goes on, and the next save tries again")
             return
         self.saved = done

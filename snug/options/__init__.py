@@ -193,8 +193,7 @@ def read_config(path: str) -> dict:
     try:
         tree = ast.parse(find_path(path).read_bytes())
     except OSError as error:
-        configs = [str(file) for file in sorted(Path("config").glob("*.py"))]
-        raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None
+        raise SnugError(f"config {path}: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SnugError(f"config {path}: {error}") from None
     values = {}
