@@ -36,7 +36,7 @@ class ModelOptions:
     n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
     block_size: int = option(
         64,
-        "longest prompt and completion, in tokens; at most block_size of init_from",
+        "tokens of the longest prompt and completion; at most init_from's",
         minimum=2,
     )
     norm: str = option("layernorm", "normalization", choices=("layernorm", "rmsnorm"))
@@ -60,28 +60,25 @@ class RunOptions:
     out_dir: str = option("out/run", "the run's folder")
     init_from: str = option(
         "",
-        "initial weights and the reference: a run's folder, a Hugging Face model or PEFT's adapters (id on the hub, "
-        "or folder), or the config of an SFT run, which grpo.py trains first; empty: random weights",
+        "initial weights and the reference: a run, a Hugging Face model or PEFT adapters (folder or hub id), or the "
+        "config of an SFT run, trained first; empty: random",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
-    device: str = option(
-        "auto", "a torch device such as cpu, cuda:1 or mps; auto: cuda if available, else mps, else cpu"
-    )
+    device: str = option("auto", "cpu, cuda:1, mps, ...; auto: cuda, else mps, else cpu")
     dtype: str = option(
         "auto",
-        "of the forward pass; bfloat16: autocast; auto: bfloat16 on A100, RTX 30 and newer GPUs and with "
-        "param_dtype=bfloat16, else float32",
+        "of the forward pass; auto: bfloat16 on A100, RTX 30 and newer GPUs or with param_dtype=bfloat16",
         choices=("auto", *DTYPES),
     )
     parallel: str = option(
         "none",
-        "processes that torchrun starts. ddp: each has the model; fsdp: weights, gradients and moments are sharded",
+        "processes of torchrun; ddp: each has the model; fsdp: it is sharded",
         choices=("none", "ddp", "fsdp"),
     )
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
         "never",
-        "auto: continue the newest run in out_dir; a run's folder: this one; with its own options, except those given",
+        "auto: continue the run in out_dir; a run's folder: this one, with its own options but those given",
     )
 
 
@@ -93,7 +90,7 @@ class LogOptions:
     save_total_limit: int = option(2, "newest checkpoints to keep, beside the best", minimum=1)
     eval_interval: int = option(
         20,
-        "evaluate at first, every N iterations and at the end; 0: only at the end",
+        "evaluate first, every N iterations, at the end; 0: only at the end",
     )
     eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: none")
     report_to: list[str] = option(
@@ -137,12 +134,10 @@ class MemoryOptions:
 
     max_tokens_per_micro_batch: int = option(0, "tokens of a micro-batch; 0: a step is one micro-batch")
     max_rollout_batch: int = option(0, "completions decoded at a time; 0: all")
-    logits_chunk_mb: float = option(
-        0.0, "MiB of a chunk of logits; 0: 16 on a CPU, 256 on CUDA, or a quarter of the head"
-    )
+    logits_chunk_mb: float = option(0.0, "MiB of a chunk of logits; 0: by device")
     checkpoint_blocks: str = option(
         "none",
-        "block: keep each block's input, recompute the rest in backward; selective: keep attention outputs too",
+        "block: keep each block's input alone; selective: attention outputs too",
         choices=("none", "block", "selective"),
     )
     activation_offload: bool = option(False, "keep block inputs on the host until backward")
@@ -153,24 +148,22 @@ class MemoryOptions:
     )
     optimizer_dtype: str = option(
         "float32",
-        "of the moments; bfloat16 rounds stochastically. With param_dtype=bfloat16: float32 adds float32 masters, "
-        "bfloat16 rounds the weights so, too",
+        "of the moments; bfloat16: rounded stochastically. With param_dtype=bfloat16, float32 adds masters",
         choices=DTYPES,
     )
     optimizer_device: str = option(
         "device",
-        "host: stream moments and master weights from there in each step",
+        "host: stream moments and masters from there",
         choices=PLACES,
     )
     param_offload: bool = option(
         False,
-        "fsdp, also with one process: keep weights, gradients, moments and masters on the host",
+        "fsdp: keep weights, gradients, moments and masters on the host",
     )
     grad_offload: bool = option(False, "accumulate gradients on the host")
     memory_budget_gb: str = option(
         "",
-        "GiB for the run, or auto: all that is free; takes the fastest options that fit and keep results "
-        "(docs/memory.md)",
+        "GiB, or auto: all that is free; takes the fastest options that fit and keep results",
     )
     plan: bool = option(False, "print the memory that an iteration needs, and stop; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)
@@ -212,18 +205,16 @@ class LossOptions:
     )
     importance_sampling_level: str = option(
         "token",
-        "sequence: one ratio for a completion, the geometric mean of its tokens' (GSPO); set epsilon near 4e-4",
+        "sequence: one ratio for a completion (GSPO); set epsilon near 4e-4",
         choices=("token", "sequence"),
     )
     epsilon: float = option(0.2, "clip the ratio from 1 - epsilon to 1 + epsilon_high")
-    epsilon_high: float | None = option(
-        None, "upper clipping range; none: epsilon. cispo: the largest ratio, for example 5"
-    )
+    epsilon_high: float | None = option(None, "none: epsilon. cispo: the largest ratio, such as 5")
     sapo_temperature_pos: float = option(1.0, "sapo: sharpness of the gate where A > 0", minimum=1e-3)
     sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere", minimum=1e-3)
     importance_sampling_cap: float | None = option(
         None,
-        "weight tokens by p_trainer / p_sampler, at most by this; costs a forward pass; none: off",
+        "weight tokens by p_trainer / p_sampler, at most this; a forward pass more",
         minimum=1,
     )
     mask_truncated_completions: bool = option(False, "do not train on completions that were cut off")
@@ -285,7 +276,7 @@ class RewardOptions:
         maximum=1e9,
     )
     reward_timeout: float = option(
-        300.0, "stop the run if a function takes more seconds for a batch; 0: no limit"
+        300.0, "seconds of a function for a batch, then the run stops; 0: no limit"
     )
 
     def check_rewards(self):
@@ -302,17 +293,17 @@ class RolloutOptions:
 
     max_new_tokens: int = option(
         32,
-        "longest completion in tokens; default for a Hugging Face model: 256",
+        "tokens of the longest completion; 256 for a Hugging Face model",
         minimum=1,
     )
     temperature: float = option(1.0, "divides the logits, in the sampler and in training", minimum=1e-3)
     max_prompt_length: int = option(
         0,
-        "tokens: cut off the beginning of longer texts, refuse longer messages; 0: never",
+        "tokens: cut the beginning of longer texts, refuse longer messages; 0: never",
     )
     max_num_gen_batches: int = option(
         1,
-        "dynamic sampling (DAPO): up to N rollouts, to replace groups with equal rewards",
+        "dynamic sampling (DAPO): up to N rollouts to replace groups of equal rewards",
         minimum=1,
     )
 
@@ -354,12 +345,11 @@ class TeacherOptions:
 
     teacher: str = option(
         "",
-        "a run's folder or a Hugging Face model (id on the hub, or folder) with the same tokenizer",
+        "a run or a Hugging Face model (folder or hub id) with the same tokenizer",
     )
     divergence: str = option(
         "sampled",
-        "sampled: a token's advantage gets log p_teacher - log p_sampler; reverse_kl: KL(model || teacher), a sum over "
-        "the vocabulary, in the loss",
+        "sampled: log p_teacher - log p_sampler in advantages; reverse_kl: KL(model || teacher) in the loss",
         choices=("sampled", "reverse_kl"),
     )
     teacher_coef: float = option(1.0, "weight of the teacher's advantages or divergence")
@@ -471,7 +461,7 @@ class GRPOSettings(
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
     probe: bool = option(
         False,
-        "print whether the first rollouts would teach something, and how long the run takes; stop",
+        "print whether first rollouts teach something and how long the run takes, and stop",
     )
 
     def check(self):
@@ -494,9 +484,7 @@ class CompletionOptions:
     num_samples: int = option(
         1, "sampled completions of a prompt; evaluate.py adds the greedy one", minimum=1
     )
-    max_new_tokens: int = option(
-        0, "longest completion in tokens; left out: the run's, or a Hugging Face model's 256"
-    )
+    max_new_tokens: int = option(0, "tokens of the longest completion; left out: the run's, or 256")
     temperature: float = option(1.0, "divides the logits; 0: the likeliest tokens")
     device: str = option("auto", "a torch device, as of a run")
 
@@ -527,8 +515,7 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
     num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
-        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name>; none: off. Two models "
-        "have none",
+        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name>; none: off",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
 

@@ -341,6 +341,9 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
     again = dataclasses.replace(settings, resume="auto", max_iters=2)
     prepare(dataclasses.replace(again, teacher=sft.out_dir))
     assert prepare(dataclasses.replace(again, init_from="")).settings.init_from == sft.out_dir
+    (tmp_path / "sft").rename(tmp_path / "moved")
+    moved = prepare(dataclasses.replace(again, init_from=f"{tmp_path}/moved"))
+    assert moved.origin.path == tmp_path / "moved/checkpoint-000001"
 
 
 def test_a_run_of_several_processes_goes_on_alone_and_a_warm_start_of_another_task_is_refused(tmp_path):
