@@ -37,15 +37,15 @@ def options(home, name, **changes):
         device="cpu", max_iters=3, eval_prompts=4, eval_interval=0, save_interval=1, out_dir=str(home / name)
     )
     common |= dict(tools=["agents:f"], environment="agents:Game", max_turns=5)
-    common |= dict(reward_funcs=["agents:twice"], param_dtype="float32")
+    common |= dict(reward_funcs=["agents:answered"], param_dtype="float32")
     return common | changes
 
 
-def twice(completions, environments, **columns):
-    """1 for a completion in which the tool answered twice: few, so that groups are refilled. And TRL's arguments."""
+def answered(completions, environments, **columns):
+    """1 for a completion in which the tool answered: few, so that groups are refilled. And TRL's arguments."""
     assert len(completions) == len(environments)
     tools = [[message for message in messages if message["role"] == "tool"] for messages in completions]
-    return [float(sum("error" not in message["content"] for message in each) > 1) for each in tools]
+    return [float(sum("error" not in message["content"] for message in each) > 0) for each in tools]
 
 
 def long(completions, **columns):

@@ -73,7 +73,7 @@ def all_samples():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Its settings."""
-    options = dict(reward_funcs=["agents:twice", "agents:long"], learning_rate=1e-3)  # it goes on calling
+    options = dict(reward_funcs=["agents:answered", "agents:long"], learning_rate=1e-3)  # it goes on calling
     settings = settings_of(tmp_path_factory.mktemp("agents"), **options)
     grpo.main(prepare(settings))
     return settings
@@ -105,7 +105,7 @@ def test_what_a_run_with_tools_leaves_in_its_samples(run):
         check_messages(sample, tokenizer)
         start = sample["columns"]["start"]
         assert sample["prompt"].endswith(f"={start}?") and sample["rewards"]["Game"] == start / 10
-        assert sample["rewards"]["twice"] == agents.twice([sample["messages"]], [None])[0]
+        assert sample["rewards"]["answered"] == agents.answered([sample["messages"]], [None])[0]
     assert any("".join(map(str, sample["mask"])).strip("1").count("01") > 0 for sample in samples)  # two replies
 
 
@@ -169,7 +169,7 @@ def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
 
     options = {name: value for name, value in agents.options(tmp_path, "run").items() if name != "data_file"}
     options |= dict(
-        tools=[f], environment=Cell, reward_funcs=[agents.twice], max_iters=2, device=DEVICE, dtype="float32"
+        tools=[f], environment=Cell, reward_funcs=[agents.answered], max_iters=2, device=DEVICE, dtype="float32"
     )
     prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     result = grpo.train(prompts=prompts, **options)
@@ -181,7 +181,7 @@ def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
     scores = result.evaluate(num_prompts=8, num_samples=4)
     assert 0 <= scores["pass_at_1"] <= 1 and len(called) > before and "pass_at_1" in capsys.readouterr().out
     assert result.settings.tools == ["test_agents:f"]
-    again = grpo.train(resume=result.folder, tools=[f], environment=Cell, reward_funcs=[agents.twice], max_iters=3)
+    again = grpo.train(resume=result.folder, tools=[f], environment=Cell, reward_funcs=[agents.answered], max_iters=3)
     assert len(again.log) == 3
     for wrong, message in (
         (dict(tools=[lambda text: text]), "tool <lambda> has no JSON schema"),

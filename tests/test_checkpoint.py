@@ -28,7 +28,6 @@ from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug.options import SnugError, read_settings
 from snug.tokenizer import get_tokenizer
-from training.loop import noting_signals
 from training.optimizer import make_optimizer
 
 
@@ -112,16 +111,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         loading.load_run(tmp_path)
     with pytest.raises(SnugError, match="model.safetensors is not what was written"):
         checkpoint.newest(path)
-
-
-def test_signals_are_noted_until_the_second_ctrl_c():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), noting_signals() as noted:
-        for number in (signal.SIGTERM, signal.SIGTERM):
-            signal.raise_signal(number)
-        assert noted == ["SIGTERM"] * 2
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path, number=signal.SIGINT):

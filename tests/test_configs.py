@@ -24,7 +24,6 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 PUBLISHED = json.loads((HOME / "tests/data/configs.json").read_text())
 KINDS = ["sliding_attention", "full_attention"] * 2
 LONGROPE = PUBLISHED["Phi-3-mini 128k"]["rope_scaling"]
-YARN = PUBLISHED["Qwen3, YaRN"]["rope_scaling"]
 OTHERS = {  # what a text or null may become
     "hidden_act": "gelu",
     "hidden_activation": "silu",

@@ -21,10 +21,9 @@ from snug.device.cpu import stays_float32
 from snug.device.host import Ledger
 from snug.device.kinds import MIB, PlanningMode, kind_planned, upload
 from snug.device.pick import pick_device, with_dtype
-from snug.kernels import has_tensor_cores, uses_triton, why_no_kernels
+from snug.kernels import uses_triton, why_no_kernels
 from snug.logprobs.head import ALREADY_ADDED
 from snug.memory import MemoryMeter, fit
-from snug.memory.limits import is_out_of_memory
 from snug.options import SnugError
 from training.dry_run import DryRun
 
@@ -217,23 +216,6 @@ def test_amd_gets_no_option_that_its_triton_lacks(monkeypatch):
         from triton.backends.amd.compiler import HIPOptions
 
         assert seen[3].keys() | seen[5].keys() <= HIPOptions.__dataclass_fields__.keys() | {"M"}
-
-
-def test_amd_takes_the_ways_without_tensor_cores(h100):
-    """Their blocks fit into 64 KiB of shared memory."""
-    tensor = SimpleNamespace(is_cuda=True, device="cuda")
-    assert has_tensor_cores(tensor)
-    h100.setattr(torch.version, "hip", "6.4")
-    h100.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
-    assert not has_tensor_cores(tensor) and has_tensor_cores(torch.empty(1))
-    assert pick_device("auto") == torch.device("cuda", 0) and with_dtype(GRPOSettings(), "cuda").dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    "message", ["HIPBLAS_STATUS_ALLOC_FAILED", "HIP error: out of memory", "MPS backend out of memory"]
-)
-def test_out_of_memory_of_amd_and_mps_is_known(message):
-    assert is_out_of_memory(RuntimeError(f"{message} (and more)"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -436,6 +436,17 @@ def test_a_result_of_long_tokens_is_cut(tmp_path, monkeypatch):
     assert contents[0] == lines(1) and contents[1].endswith(CUT) and len(contents[1]) < len(lines(3))
 
 
+def test_a_second_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
+    """Neither of its two results. It is shorter than the first reply, which stays."""
+    tokenizer = chats["hermes"]
+    turns = [hermes("calc", expression="9**99"), hermes("calc", expression="1") * 2]
+    whole, rollouts, _ = talk(monkeypatch, tokenizer, *turns, "end", longest=600)
+    ends = len(says(tokenizer, "end")[0]) + len(tokenizer.encode_reply([tool("1")] * 2, True))
+    longest = int(rollouts.completion_lengths[0]) - ends + 1
+    messages, rollouts, _ = talk(monkeypatch, tokenizer, *turns, "end", longest=longest)
+    assert messages == whole[:3] and not rollouts.stopped.any()
+
+
 def test_long_answers_of_a_user_are_cut(chats, monkeypatch):
     kind = type("User", (), dict(reset=lambda self, **columns: None, reply=lambda self, text: "9" * 99))
     options = dict(functions=dict(E=kind), tools=[], environment="E", max_tool_tokens=9, max_turns=2)

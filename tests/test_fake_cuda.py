@@ -13,18 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from helpers.fake_device import (
-    LADDER,
-    SAMPLERS,
-    FakeGPU,
-    cases_of,
-    iterate,
-    print_cases,
-    register,
-    run_apart,
-    sample,
-    sft,
-)
+from helpers import fake_device as fake
 
 
 def one_and_two(iteration):
@@ -52,12 +41,12 @@ def mixed(mode):
 
 def cases():
     twice = lambda iteration: lambda mode, **given: one_and_two(partial(iteration, mode, **given))  # noqa: E731
-    return {"mixed": mixed} | cases_of(twice(iterate), sample, twice(sft), LADDER, SAMPLERS)
+    return {"mixed": mixed} | fake.cases_of(twice(fake.iterate), twice(fake.sft), fake.LADDER)
 
 
 @pytest.fixture(scope="module")
 def told(request):
-    return run_apart(__file__, request, cases())
+    return fake.run_apart(__file__, request, cases())
 
 
 RARELY = [f"train-qwen-{name}" for name in ("selective", "masters", "bfloat16", "teacher", "reference")]
@@ -77,5 +66,5 @@ def test_no_devices_are_mixed_and_the_host_does_not_wait(name, told):
 
 
 if __name__ == "__main__":
-    register()
-    print_cases(cases(), FakeGPU)
+    fake.register()
+    fake.print_cases(cases(), fake.FakeGPU)

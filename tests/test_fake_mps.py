@@ -18,19 +18,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 import evaluate
+from helpers import fake_device as fake
 from helpers.errors import refusal
-from helpers.fake_device import (
-    LADDER,
-    SAMPLERS,
-    FakeGPU,
-    cases_of,
-    iterate,
-    print_cases,
-    register,
-    run_apart,
-    sample,
-    sft,
-)
 from runs.prepare import prepare
 from sample import assemble
 from settings import GRPOSettings, SFTSettings
@@ -60,7 +49,7 @@ def mps_kernels() -> set:
     return names
 
 
-class FakeMPS(FakeGPU):
+class FakeMPS(fake.FakeGPU):
     def __init__(self):
         super().__init__("mps")
         self.problems = set()
@@ -134,14 +123,14 @@ def saved(mode):
 
 
 def cases():
-    ladder = {name: options for name, options in (LADDER | {"GSPO": GSPO}).items() if name not in REFUSED}
-    of_two = partial(iterate, micro_batches=2), sample, partial(sft, micro_batches=2)
-    return dict(mistakes=mistakes, evaluated=evaluated, saved=saved) | cases_of(*of_two, ladder, SAMPLERS)
+    ladder = {name: options for name, options in (fake.LADDER | {"GSPO": GSPO}).items() if name not in REFUSED}
+    of_two = partial(fake.iterate, micro_batches=2), partial(fake.sft, micro_batches=2)
+    return dict(mistakes=mistakes, evaluated=evaluated, saved=saved) | fake.cases_of(*of_two, ladder)
 
 
 @pytest.fixture(scope="module")
 def told(request):
-    return run_apart(__file__, request, cases())
+    return fake.run_apart(__file__, request, cases())
 
 
 @pytest.mark.long
@@ -160,11 +149,11 @@ def test_what_runs_on_mps_asks_for_nothing_that_it_lacks(name, told):
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_offload_is_refused_in_one_line(name):
     with refusal("^device=mps does not support .*=.*; use --"):
-        GRPOSettings(device="mps", **LADDER[name]).check()
+        GRPOSettings(device="mps", **fake.LADDER[name]).check()
 
 
 if __name__ == "__main__":
-    register()
+    fake.register()
     forbid_cuda()
     torch.Tensor.tolist = lambda x: np.zeros(x.shape, dtype=int).tolist()
-    print_cases(cases(), FakeMPS)
+    fake.print_cases(cases(), FakeMPS)

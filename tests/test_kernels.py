@@ -27,15 +27,7 @@ from helpers.kernels import (
 )
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
-from interpreted import (
-    CAPABILITIES,
-    INTERPRETED,
-    SHARED,
-    compiles,
-    in_kernels,
-    long,
-    run_interpreted,
-)
+from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
 from interpreted import cubin_resources as resources
 from sample import generate_naive, sample_groups
 from snug.decoding import attention, draw, kvcache

@@ -12,11 +12,7 @@ import torch
 import grpo
 import loss
 from helpers import HOME
-from loss import (
-    decoupled_advantages,
-    group_advantages,
-    kl_divergence,
-)
+from loss import decoupled_advantages, group_advantages, kl_divergence
 from settings import LOSSES, OWN_LOSS, GRPOSettings
 from snug.options import SnugError
 

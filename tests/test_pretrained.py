@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -233,12 +232,3 @@ def test_a_folder_that_is_there_is_not_overwritten(folder):
     with pytest.raises(SnugError, match="is there already"):
         save_pretrained(GPT.from_pretrained(folder), folder)
     assert sorted(p.name for p in folder.iterdir()) == before
-
-
-def test_files_have_the_modes_that_the_umask_gives(tmp_path):
-    before = os.umask(0o027)
-    try:
-        save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "a", get_tokenizer("bytes"))
-    finally:
-        os.umask(before)
-    assert {oct(file.stat().st_mode & 0o777) for file in (tmp_path / "a").iterdir()} == {"0o640"}

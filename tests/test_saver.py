@@ -81,13 +81,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert checkpoint.newest(tmp_path).name == "checkpoint-000010"
 
 
-@pytest.mark.parametrize("limit", [1, 3])
-def test_as_many_of_the_newest_are_kept_as_the_option_says(tmp_path, limit):
-    run = Run(tmp_path, save_interval=1, save_total_limit=limit)
-    run.iterations(*range(1, 6))
-    assert run.kept() == list(range(1, 6))[-limit:]
-
-
 def test_of_equal_scores_the_newest_is_the_best(tmp_path):
     paths = [tmp_path / f"checkpoint-{done:06d}" for done in (2, 4, 6, 8)]
     assert best_of(paths, {2: 0.5, 4: 0.9, 6: 0.9, 8: None}) == best_of(paths[::-1], {4: 0.9, 6: 0.9}) == paths[2]

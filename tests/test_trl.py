@@ -3,7 +3,6 @@
 make test-long installs TRL. To run this file alone: pip install -r requirements-long.txt, then pytest --long tests/test_trl.py.
 """
 
-import asyncio
 import inspect
 import math
 import textwrap
@@ -19,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
 
 from data import load_reward_function  # noqa: E402
-from data.rewards import TrainerState, repeat_columns, total_rewards  # noqa: E402
+from data.rewards import repeat_columns, total_rewards  # noqa: E402
 from loss import policy_loss  # noqa: E402
 from settings import GRPOSettings  # noqa: E402
 from snug.options import SnugError  # noqa: E402
@@ -144,35 +143,6 @@ TEXTS = [
 IDS = [[5, 6, 7, 8], [5, 5, 5, 5, 5, 5], [1], [2] * 60]
 
 
-def recording(calls):
-    """Functions that keep what they are called with: a plain one, one that logs, one that awaits, an object that awaits."""
-
-    def keep(arguments):
-        state = arguments.pop("trainer_state")
-        loggers = [arguments.pop(name) for name in ("log_extra", "log_metric")]
-        arguments.pop("stopped", None)  # ours alone
-        calls.append(arguments | dict(state=(state.global_step, state.max_steps), loggers=len(loggers)))
-        return [float(len(ids)) for ids in arguments["completion_ids"]]
-
-    def plain(**arguments):
-        return keep(arguments)
-
-    def logs(log_extra, log_metric, **arguments):
-        log_extra("twice", [2 * n for n in arguments["n"]])
-        log_metric("odd", sum(arguments["n"]))
-        return [None, *keep(arguments | dict(log_extra=0, log_metric=0))[1:]]
-
-    async def awaits(**arguments):
-        await asyncio.sleep(0.01)
-        return keep(arguments)
-
-    class Judge:
-        async def __call__(self, **arguments):
-            return keep(arguments)
-
-    return [plain, awaits, logs, Judge()]
-
-
 def as_trl_calls(functions, prompts, completions):
     """GRPOTrainer._calculate_rewards -> (N, functions), what was logged."""
     trainer = object.__new__(GRPOTrainer)
@@ -189,24 +159,6 @@ def as_trl_calls(functions, prompts, completions):
     finally:
         grpo_trainer.shutdown_event_loop_in_daemon(thread, trainer.async_loop)
     return rewards, dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
-
-
-@pytest.mark.parametrize("conversational", [False, True])
-def test_reward_functions_get_and_give_the_same(conversational):
-    prompts = [row["prompt"] for row in ROWS for _ in range(2)]
-    if conversational:
-        prompts = [[{"role": "user", "content": text}] for text in prompts]
-    completions = [[{"role": "assistant", "content": text}] for text in TEXTS] if conversational else TEXTS
-    ours, theirs = [], []
-    expected, extra, metrics = as_trl_calls(recording(theirs), prompts, completions)
-    columns = repeat_columns(ROWS, 2) | dict(stopped=[True] * 4, completion_ids=IDS)
-    scores = total_rewards(recording(ours), prompts, TEXTS, columns, state=TrainerState(3, 9))
-    assert ours == theirs and len(ours) == 4
-    rewards = torch.tensor(
-        [[float("nan") if r is None else r for r in column] for column in scores.by_function.values()]
-    )
-    torch.testing.assert_close(rewards.T, expected, rtol=0, atol=0, equal_nan=True)
-    assert (scores.extra, scores.metrics) == (extra, metrics) and metrics == {"odd": [6.0]}
 
 
 def test_the_functions_of_trl_rewards_work_unchanged():

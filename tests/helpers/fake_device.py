@@ -225,13 +225,13 @@ def sample(mode, shape, options):
     return waits
 
 
-def cases_of(train, sample, sft, ladder, samplers):
+def cases_of(train, sft, ladder):
     """{name: a function of the mode}: GPT-2 plain and sampled, Qwen with all options."""
     found = {}
     for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN).items():
         for name, options in ladder.items() if shape_name == "qwen" else [("plain", {})]:
             found[f"train-{shape_name}-{name}"] = partial(train, shape=shape, options=options)
-        for name, options in samplers.items() if shape_name == "qwen" else [("sampled", {})]:
+        for name, options in SAMPLERS.items() if shape_name == "qwen" else [("sampled", {})]:
             found[f"sample-{shape_name}-{name}"] = partial(sample, shape=shape, options=options)
         found[f"sft-{shape_name}"] = partial(sft, shape=shape)
     return found
