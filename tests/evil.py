@@ -64,3 +64,8 @@ class Evil:
 
     def any(self, kind, text):
         return getattr(self, kind)(text)
+
+    def slow(self, message, ask):
+        while True:
+            time.sleep(1.2)
+            message = ask(message)

@@ -489,7 +489,7 @@ MUTANTS = [
     ("sandbox: a time limit for each byte", "snug/sandbox/channel.py", "(left := deadline - time.monotonic()) > 0", "(left := self.seconds) > 0", "test_sandbox.py"),
     ("sandbox: a worker goes on", "snug/sandbox/child.py", "        worker.end()\n        yield result", "        yield result", "test_sandbox.py"),
     ("sandbox: forks outlive their worker", "snug/sandbox/child.py", "for send in (os.killpg, os.kill):", "for send in (os.kill,):", "test_sandbox.py"),
-    ("sandbox: a time limit for each message", "snug/sandbox/child.py", "channel.receive(LONGEST, self.deadline)", "channel.receive(LONGEST)", "test_code.py"),
+    ("sandbox: a time limit for each message", "snug/sandbox/child.py", "channel.receive(LONGEST, self.deadline)", "channel.receive(LONGEST)", "test_sandbox.py"),
     ("sandbox: a conversation never ends", "snug/sandbox/child.py", "Channel(end, seconds), time.monotonic() + seconds", "Channel(end, seconds), time.monotonic() + 20 * seconds", "test_code.py"),
     ("sandbox: one worker for all conversations", "snug/sandbox/child.py", 'talker, values = talker and talker.end(), [[None, ""]]', 'values = [[None, ""]]', "test_code.py"),
     ("sandbox: the hook opens any file", "snug/sandbox/confine.py", "if not inside or event", "if event", "test_sandbox.py"),

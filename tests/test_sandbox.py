@@ -116,6 +116,11 @@ def test_a_task_has_one_time_limit_however_it_writes(monkeypatch):
     assert results == [Result(None, "took longer than 0.5 seconds")] * 2 + [Result(True, "")]
 
 
+def test_a_conversation_has_one_time_limit():
+    with evil(timeout=2) as box, box.conversation("slow") as tell:
+        assert [tell("a"), tell("b")] == [Result("a", ""), Result(None, "took longer than 2 seconds")]
+
+
 @LINUX
 def test_a_process_that_gets_away_is_killed_with_its_group():
     """With nothing that refuses a fork: all that is still in the group of a worker is killed when it has answered."""
