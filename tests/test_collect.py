@@ -16,7 +16,7 @@ from helpers.runs import figures
 from runs.checkpoint import newest, read_state
 from runs.log import read_log
 from runs.prepare import prepare
-from sample import Rollouts, sample_groups
+from sample import sample_groups
 from settings import GRPOSettings
 
 STOP = 3
@@ -147,18 +147,6 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path):
             grpo.main(prepared)
     ours, theirs = (figures(tmp_path / name / "run") for name in ("whole", "parts"))
     assert ours == theirs and sum(record["gen_batches"] for record in ours) > 4
-
-
-def test_joined_and_selected_rollouts():
-    """Of different widths, padded on the right with what stands in padding anyway."""
-    model = make_flat_model("gpt2")
-    parts = [sample_groups(model, [[1] * n], 3, m, stop_token=STOP, seed=n) for n, m in ((2, 9), (7, 3), (4, 5))]
-    joined = Rollouts.joined(parts)
-    assert joined.completions() == [c for part in parts for c in part.completions()]
-    assert joined.advantages is None and joined.tokens.shape[1] == max(part.tokens.shape[1] for part in parts)
-    chosen = joined.select([7, 0, 3])
-    assert chosen.completions() == [joined.completions()[i] for i in (7, 0, 3)]
-    assert chosen.sampling_logprobs.equal(joined.sampling_logprobs[[7, 0, 3]]) and chosen.ref_logprobs is None
 
 
 group_of_3 = st.lists(st.one_of(st.just(math.nan), st.integers(-2, 2).map(float)), min_size=3, max_size=3)

@@ -14,13 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import grpo
 import train_sft
 from batch import Cut
 from helpers import HOME
 from helpers.models import DEVICE, SHAPES, make_flat_model, make_model
-from helpers.peaks import differ, measured_peak
-from helpers.rollouts import WAYS, K, assert_same_gradient, gradient, make_rollouts, never_stop
+from helpers.rollouts import WAYS, K, assert_same_gradient, gradient, make_rollouts
 from helpers.runs import ONE_DIGIT, run_grpo
 from model import GPT
 from model import make_model as make_gpt
@@ -28,22 +26,19 @@ from padded import a_few, padded
 from runs import export
 from runs.checkpoint import find_run, newest, seal
 from runs.loading import load_run, load_weights
-from runs.log import read_log
 from runs.prepare import prepare
 from settings import ExportSettings, GRPOSettings, SFTSettings
 from snug import lora
-from snug.device.kinds import MIB, PlanningMode
+from snug.device.kinds import PlanningMode
 from snug.kernels import nf4, triton
 from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import NF4, Quantized, quantize, takes_product, weights_of
 from snug.memory import MemoryMeter
-from snug.memory.plan import plan
 from snug.options import SnugError, read_settings
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
 from snug.tokenizer import get_tokenizer
 from training import frozen
-from training.dry_run import DryRun
 
 DATA = HOME / "tests/data"
 GOLDEN = DATA / "nf4.safetensors"
@@ -421,33 +416,3 @@ def test_what_is_broken_on_the_way_in_is_one_line(sft, tmp_path):
     seal(path)
     with pytest.raises(SnugError, match="blocks.0.mlp.up.weight cannot be read .*NaN or infinity"):
         run_grpo(tmp_path / "sft", tmp_path / "run", *LORA)
-
-
-def assert_planned(prepared):
-    """Plan and run it: within a thousandth of the meter, phase by phase, or 10 KiB, for tensors of indices. -> the plan."""
-    prepared.reward_funcs = [differ]
-    planned = plan(DryRun(prepared, grpo.iterate), prepared.settings)
-    grpo.main(prepared)
-    record = read_log(prepared.settings.out_dir)[-1]
-    for phase, (peak, _) in planned.phases.items():
-        measured = measured_peak(phase, record, prepared.settings.out_dir)
-        if phase == "load":  # a plan quantizes the largest matrix once more, whole, beside all others
-            assert measured - 0.06 <= peak / MIB <= 1.6 * measured + 0.3
-        else:
-            assert peak / MIB == pytest.approx(measured, rel=1e-3, abs=0.01), phase
-    return planned
-
-
-@pytest.mark.long
-def test_the_plan_is_what_a_run_takes(tmp_path, monkeypatch):
-    never_stop(monkeypatch)
-    common = f"--digits=4 --device=cpu --eval_prompts=0 --save_interval=0 --out_dir={tmp_path}/"
-    shape = "--n_layer=3 --n_embd=192 --block_size=64 --norm=rmsnorm --position=rotary --mlp=swiglu --n_kv_head=2"
-    words = f"{common}sft {shape} --max_iters=1 --batch_size=2".split()
-    train_sft.main(prepare(*read_settings(SFTSettings, words)[:2]))
-    words = f"{common}run --init_from={tmp_path}/sft --batch_size=6 --group_size=4 --max_new_tokens=24 --max_iters=2"
-    words = [*words.split(), *LORA, *HALF, "--max_tokens_per_micro_batch=306", "--optimizer_dtype=bfloat16"]
-    planned = assert_planned(prepare(*read_settings(GRPOSettings, words)[:2]))
-    rollout = planned.phases["rollout"][1]
-    up = 1024 * 192  # the largest matrix, and a piece of it
-    assert rollout["weights"] < 1.5 * 2**20 and 2 * up < rollout["dequantized weights"] < 8.1 * up

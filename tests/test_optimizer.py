@@ -108,21 +108,6 @@ def test_gradients_leave_the_device_as_soon_as_they_are_made():
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_random_bits_depend_neither_on_slabs_nor_on_the_place_of_the_state(monkeypatch):
-    results = []
-    for place, slab in (("device", 2**21), ("host", 2**21), ("host", 300)):
-        monkeypatch.setattr(optimizer_module, "SLAB", slab)
-        model = make_model("gpt2", dtype=torch.bfloat16)
-        optimizer = make_optimizer(model, SFTSettings(**BF16, optimizer_dtype="bfloat16", optimizer_device=place))
-        generator = torch.Generator().manual_seed(3)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p)
-        optimizer.step()
-        results.append([*model.parameters(), *(x for state in optimizer.state.values() for x in state.values())])
-    for a, b, c in zip(*results, strict=True):
-        assert a.equal(b.to(DEVICE)) and b.equal(c)
-
-
 @pytest.mark.parametrize(
     "options, size",
     [
