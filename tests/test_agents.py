@@ -145,10 +145,6 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Bad tools
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # From Python
 
 
@@ -212,17 +208,8 @@ def test_a_plan_covers_what_tools_write(slots, tmp_path, monkeypatch):
 
     A plan also has what steps leave behind. It does not know what an environment adds to prompts.
     """
-    shape = dict(
-        n_layer=2,
-        n_embd=96,
-        eval_prompts=8,
-        environment="",
-        reward_funcs=["agents:long"],
-        batch_size=4,
-        block_size=80,
-        max_new_tokens=60,
-        max_iters=1,
-    )
+    shape = dict(n_layer=2, n_embd=96, batch_size=4, block_size=80, max_new_tokens=60, max_iters=1, eval_prompts=8)
+    shape |= dict(environment="", reward_funcs=["agents:long"])
     settings = settings_of(tmp_path, max_rollout_batch=slots, save_interval=0, **shape)
     prepared = prepare(settings)
     planned = plan(DryRun(prepared, grpo.iterate), settings).phases

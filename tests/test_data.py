@@ -193,26 +193,6 @@ def test_a_warm_start_has_its_runs_problem(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Messages
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_prompts_as_messages(name):
-    plain, chat = task_of(**TASKS[name]), task_of(**TASKS[name], chat=True)
-    told = task_of(**TASKS[name], chat=True, system_prompt="Be brief.")
-    for split in ("train", "test"):
-        rows = [task.prompts(split, range(100)) for task in (plain, chat, told)]
-        for text, messages, both in zip(*rows, strict=True):
-            assert messages["prompt"] == [{"role": "user", "content": text["prompt"].rstrip("\n")}]
-            assert both["prompt"] == [{"role": "system", "content": "Be brief."}, *messages["prompt"]]
-            assert {**text, "prompt": 0} == {**messages, "prompt": 0} == {**both, "prompt": 0}
-            assert chat.demonstration(messages, random.Random(3)) == plain.demonstration(text, random.Random(3))
-    row = chat.prompts("train", [0])[0]
-    assert rewards(chat, [row], [chat.demonstration(row, random.Random(0))]) == [1.0]
-    assert chat.prompts("train", [0, 0]) == [row, row]  # asking changes nothing
-
-
-# -----------------------------------------------------------------------------
 # Addition
 
 

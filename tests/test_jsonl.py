@@ -86,13 +86,13 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind):
     assert rows_of(tmp_path / name) == rows
 
 
+def conversation(n, *more):
+    """A prompt of messages, the last one the user's; `more`: what comes before it."""
+    return [{"role": role, "content": content} for role, content in (*more, ("user", f"{n}="))]
+
+
 def conversations(n, answer):
-    for i in range(n):
-        yield [
-            dict(role="system", content="Add."),
-            dict(role="user", content=f"{i}="),
-            dict(role="assistant", content=answer),
-        ]
+    return [[*conversation(i, ("system", "Add.")), dict(role="assistant", content=answer)] for i in range(n)]
 
 
 def test_a_conversation_is_a_prompt_and_its_last_message_the_demonstration(tmp_path):
@@ -419,11 +419,6 @@ def test_splits_share_nothing_and_miss_nothing(tmp_path):
     assert own.prompts("test", range(3)) == [{"prompt": "x", "answer": 1}] * 3 and len(own.rows["train"]) == 50
     with refusal("test.jsonl:1: answer must be text, a number or a boolean, not None; rows need an answer"):
         task_of(written(tmp_path, GOOD), test_file=written(tmp_path, [{"prompt": "x"}], "test.jsonl"))
-
-
-def conversation(n, *more):
-    """A prompt of messages, the last one the user's; `more`: what comes before it."""
-    return [{"role": role, "content": content} for role, content in (*more, ("user", f"{n}="))]
 
 
 def test_prompts_of_messages(tmp_path):
