@@ -439,7 +439,7 @@ def test_a_result_of_long_tokens_is_cut(tmp_path, monkeypatch):
 def test_a_second_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
     """Neither of its two results. It is shorter than the first reply, which stays."""
     tokenizer = chats["hermes"]
-    turns = [hermes("calc", expression="9**99"), hermes("calc", expression="1") * 2]
+    turns = [hermes("calc", expression="9*" * 60 + "9"), hermes("calc", expression="1") * 2]
     whole, rollouts, _ = talk(monkeypatch, tokenizer, *turns, "end", longest=600)
     ends = len(says(tokenizer, "end")[0]) + len(tokenizer.encode_reply([tool("1")] * 2, True))
     longest = int(rollouts.completion_lengths[0]) - ends + 1
