@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import runs.loading
 import train_sft
 from helpers import HOME
 from helpers.errors import refusal
-from helpers.models import CHATML, QWEN, make_chat_model
+from helpers.models import QWEN, make_chat_model
 from model import GPT, GPTConfig
 from runs.checkpoint import newest
 from runs.export import main
@@ -25,7 +24,6 @@ from runs.log import read_log
 from runs.prepare import prepare
 from sample import complete, sample_groups
 from settings import EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
-from snug import tokenizer
 from snug.device.pick import with_dtype
 from snug.options import SnugError, read_settings
 from snug.pretrained.tensors import save_pretrained
@@ -116,29 +114,6 @@ def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
         assert shown == settings | dict(device="cpu", parameters=size)
         assert {name: shown[name] for name in expected} == expected | dict(block_size=block_size)
     assert "resumed after 1 iterations\n" in capsys.readouterr().out
-
-
-def test_the_date_in_prompts_is_the_day_on_which_the_run_began(folder, tmp_path, rewards, monkeypatch):
-    shutil.copytree(folder, tmp_path / "model")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= dict(chat_template="{{ strftime_now('%d %b %Y') }}" + CHATML)
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
-
-    def set_clock(day):
-        clock = type("Clock", (date,), dict(today=classmethod(lambda cls: cls(2031, 2, day))))
-        monkeypatch.setattr(tokenizer, "date", clock)
-
-    def text_of(ours):
-        return ours.decode(ours.encode_prompt([{"role": "user", "content": "Hi"}]))
-
-    set_clock(1)
-    gsm8k(tmp_path / "model", tmp_path / "run", "--max_iters=1")
-    set_clock(2)
-    gsm8k(tmp_path / "model", tmp_path / "run", "--resume=auto")
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert {sample["iter"]: sample["prompt"][:11] for sample in samples} == {0: "01 Feb 2031", 1: "01 Feb 2031"}
-    assert text_of(load_run(tmp_path / "run").tokenizer).startswith("01 Feb 2031")
-    assert text_of(get_tokenizer(str(tmp_path / "model"))).startswith("02 Feb 2031")
 
 
 def test_out_again_to_transformers(folder, tmp_path, rewards):

@@ -224,7 +224,6 @@ CONFIG = dict(bos_token="<b>", eos_token=END_OF_TEXT, chat_template="{{ bos_toke
 def test_files_go_out_as_they_came_in(tmp_path):
     files = dict(tokenizer_config=CONFIG, special_tokens_map={}, generation_config={}, chat_template="{{ 1 }}\r\n")
     folder = folder_of(tmp_path / "in", small(), **files, config={"a": 1})
-    (tmp_path / "in" / "chat_date.txt").write_text("2031-02-01")
     tokenizer = get_tokenizer(folder)
     tokenizer.save(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(tokenizer.files) == set(FILES)
@@ -362,7 +361,7 @@ def test_a_content_within_what_the_template_writes(tmp_path):
 
 USES = {  # template -> text, for the message a<b>c
     "{{ messages|tojson }}": '[{"role": "user", "content": "a<b>c"}]',
-    "  {% if true %}\n{{ strftime_now('%Y')|length }}\n  {% endif %}": "4\n",
+    "  {% if true %}\n{{ strftime_now('%d %b %Y') }}\n  {% endif %}": "26 Jul 2024\n",
     "{{ x_token }}{{ y_token is defined }}": "XFalse",
     "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "01",
     "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ dict(a=1).a }}": "21",
@@ -384,9 +383,8 @@ def test_where_templates_stand(tmp_path):
     for tokenizer in (chat_of(tmp_path, templates[:1]), chat_of(tmp_path, None), BYTES):
         with refusal("prompts of messages need a model with a chat template: name one, such as --init_from="):
             tokenizer.encode_prompt([user("")])
-    for wrong in (5, [{}]):
-        with pytest.raises(SnugError, match="has no tokenizer that can be read"):
-            chat_of(tmp_path, wrong)
+    with pytest.raises(SnugError, match="has no tokenizer that can be read"):
+        chat_of(tmp_path, [{}])
     folder = folder_of(tmp_path, small(), chat_template="the file", tokenizer_config=dict(chat_template="the config"))
     ours = get_tokenizer(folder)
     assert ours.decode(ours.encode_prompt([user("")])) == "the file"

@@ -21,7 +21,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
-from datetime import date
 from itertools import islice
 from pathlib import Path
 
@@ -34,14 +33,12 @@ from snug.tokenizer.chat import BREAK, CUT, TURN, Chat
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
-DATE = "chat_date.txt"  # the day on which a run began, if its chat template asks for the date
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    DATE,
 )
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_VOCAB = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # SHA-256
@@ -140,8 +137,7 @@ class Tokenizer:
 
         Sentencepiece tokenizers drop a space at the beginning: a completion reads "4", not " 4", as in TRL.
         """
-        with in_one_line(f"{self.file}: cannot decode {len(ids)} tokens"):
-            return self.backend.decode(ids)
+        return self.backend.decode(ids)
 
     def stopper(self, texts: Sequence[str]):
         """-> a function of a completion's ids, called after each token: does the last one complete one of `texts`?
@@ -252,10 +248,6 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if "chat_template.jinja" in files:  # a file comes first, as for transformers
         template = files["chat_template.jinja"].decode()
     if template:
-        if "strftime_now" in template:
-            # A checkpoint keeps the day of its run, so that its prompts stay the same.
-            day = files.setdefault(DATE, str(date.today()).encode())
-            names["strftime_now"] = date.fromisoformat(day.decode()).strftime
         tokenizer.chat = Chat(template, names, tokenizer.special, folder)
         written = tokenizer.special.get(tokenizer.chat.end)
         if written not in (None, *stop_tokens):
