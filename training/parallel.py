@@ -40,16 +40,14 @@ PATIENCE = timedelta(days=7)
 
 def start(settings) -> OneProcess:
     """The processes of this run. Raises SnugError if the option and torchrun do not fit together."""
-    size = int(os.environ.get("WORLD_SIZE", 0))  # 0: without torchrun
-    if settings.parallel == "none":
-        if size > 1:
-            raise SnugError(f"parallel='none', but {size} processes were started; add --parallel=ddp")
-        return ONE_PROCESS
-    if not size:
+    size, together = int(os.environ.get("WORLD_SIZE", 0)), settings.parallel != "none"
+    if together != (size > 0):  # 0: without torchrun
         raise SnugError(
-            f"parallel={settings.parallel!r} needs processes; "
-            f"start them with torchrun --nproc_per_node=8 {sys.argv[0]}"
+            f"parallel={settings.parallel!r}, with {size} processes of torchrun; several are "
+            f"torchrun --nproc_per_node=8 {sys.argv[0]} --parallel=ddp"
         )
+    if not together:
+        return ONE_PROCESS
     settings.num_processes = size
     settings.check()
     return (Processes if settings.parallel == "ddp" else ShardedProcesses)(settings)
