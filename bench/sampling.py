@@ -44,7 +44,7 @@ from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings
 from snug.options import read_settings
-from snug.pretrained.shapes import config_of, family_of
+from snug.pretrained.shapes import config_of
 from snug.pretrained.tensors import entries, rows_of
 
 REAL = HOME / "models/smollm2-135m-instruct"
@@ -107,7 +107,7 @@ def hugging_face(config, dtype):
 def give_weights(model, peer):
     """Copy our weights into the peer."""
     ours, theirs, config = dict(model.named_parameters()), peer.state_dict(), model.config
-    for entry in entries(asdict(config), family_of(config), config.vocab_size):
+    for entry in entries(asdict(config), peer.config.model_type):
         rows = rows_of(ours[entry.ours], entry)
         theirs[entry.name].copy_(rows.t() if entry.transposed else rows)
 

@@ -198,7 +198,9 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     f"{MODULE}A.weight is torch.float32 (3, 32), but r=4": tensor(A=torch.ones(3, 32)),
     "layers.0.self_attn.q_proj.weight cannot be read (RuntimeError: output": tensor(B=torch.ones(1, 32, 4)),
     "q_proj.weight cannot be read (RuntimeError": tensor(B=torch.ones(16, 4)),
-    f"{MODULE}A.weight is torch.int8 (4, 32), but r=4": tensor(A=torch.ones(4, 32, dtype=torch.int8)),
+    f"{MODULE}A.weight is torch.int8 (4, 32), but r=4": tensor(
+        A=torch.ones(4, 32, dtype=torch.int8), B=torch.ones(32, 4, dtype=torch.int8)
+    ),
     f"{MODULE}A.weight is torch.float32 (8, 32), but r=4": tensor(A=torch.ones(8, 32), B=torch.ones(32, 8)),
 }
 

@@ -29,7 +29,7 @@ from snug.kernels.rotary import rotary_frequencies, rotary_table
 from snug.memory.plan import MIB, plan
 from snug.options import SnugError
 from snug.pretrained.adapters import find_base, save_adapters
-from snug.pretrained.shapes import family_of, read_shape
+from snug.pretrained.shapes import config_of, read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
 from snug.shape import GPTConfig
 from snug.tokenizer import get_tokenizer
@@ -105,7 +105,7 @@ def test_gradients_are_transformers(pair):
     torch.testing.assert_close(found, logits, atol=1e-10, rtol=1e-10)
     F.cross_entropy(found[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     found = dict(ours.named_parameters())
-    places = entries(vars(ours.config), family_of(ours.config), 97)
+    places = entries(vars(ours.config), config_of(ours.config, "float32")["model_type"])
     assert {entry.name for entry in places} == expected.keys()
     for entry in places:
         value = rows_of(found[entry.ours].grad, entry)
@@ -537,5 +537,5 @@ def test_a_run_takes_what_was_planned(pair, options, tmp_path, monkeypatch):
     planned = plan(DryRun(prepared, grpo.iterate), settings).peak / MIB
     grpo.main(prepared)
     measured = read_log(settings.out_dir)[-1]["mem_max_alloc_mb"]
-    print(f"\n{family_of(config)}: planned {planned:.3f} MiB, measured {measured:.3f}")
+    print(f"\n{config.n_layer} layers: planned {planned:.3f} MiB, measured {measured:.3f}")
     assert planned == pytest.approx(measured, rel=1e-3, abs=0.03)

@@ -370,7 +370,7 @@ def test_adapters_are_exported_as_peft_has_them(case, tmp_path, varied_rewards):
     if case == "gpt2, one c_proj":
         assert config["target_modules"][:2] == ["transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj"]
     written = load_file(tmp_path / "peft/adapter_model.safetensors")
-    for entry in entries(vars(model.config), "gpt2" if shape == "gpt2" else "qwen2", 257):
+    for entry in entries(vars(model.config), "gpt2" if shape == "gpt2" else "qwen2"):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
         name = f"base_model.model.{entry.name.removesuffix('.weight')}.lora_"
         if len(entry.shape) == 2 and isinstance(layer, lora.LoRALinear):

@@ -1,6 +1,6 @@
 """Models as Hugging Face lays them out: folders in and out, bit for bit; owner/name on the hub becomes a folder.
 
-    shapes        read_config, read_shape, config_of, family_of, is_pretrained, stored_dtype
+    shapes        read_config, read_shape, config_of, is_pretrained, stored_dtype
     tensors       look_at_weights, then read_weights; save_pretrained, entries, appearing, fingerprint
     hub           local_folder, hub_name
     adapters      find_base, save_adapters: PEFT's folders

@@ -52,7 +52,7 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
 
     base = local_folder(base, weights=False)
     read, tensors, modules = read_config(base), {}, []
-    for entry in entries(vars(model.config), read["model_type"], model.config.vocab_size):
+    for entry in entries(vars(model.config), read["model_type"]):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
         if hasattr(layer, "lora_A") and entry.ours.endswith("weight"):
             module = entry.name.removesuffix(".weight")

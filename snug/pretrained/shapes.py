@@ -171,11 +171,6 @@ def rope_of(c: Fields, longest: int) -> dict:
     return result | sizes(c, ROPES[kind])
 
 
-def family_of(c: GPTConfig) -> str:
-    """The architecture of a shape. Raises SnugError if there is none."""
-    return config_of(c, "float32")["model_type"]
-
-
 def config_of(c: GPTConfig, dtype: str) -> dict:
     """GPTConfig -> the content of config.json of the first family that has this shape, without padding ids (n_vocab and
     above). Raises SnugError if none has it."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from snug.options import SnugError, in_one_line
 from snug.options.progress import counted
@@ -27,7 +27,6 @@ from snug.pretrained.shapes import (
     FAMILIES,
     TABLE,
     config_of,
-    family_of,
     read_config,
     read_shape,
 )
@@ -46,35 +45,35 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Entry(NamedTuple):
-    """A tensor of a folder, its shape there, and how many rows of the parameter `ours` it holds, from `start` on."""
+    """A tensor of a folder, its shape there, and the parameter `ours` whose rows it holds, from `start` on."""
 
     name: str
     shape: tuple
     ours: str
-    rows: int
     start: int = 0
     transposed: bool = False  # GPT-2's matrices are (in, out)
 
 
-def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
+def entries(shape: dict, family: str) -> list[Entry]:
     """Every tensor of a folder. shape: GPTConfig's keywords.
 
     q_proj, k_proj and v_proj are rows of attention.qkv: with 4 query and 2 key heads of size 8 they begin at rows 0, 32
     and 48.
     """
-    C, F, gpt2, result = shape["n_embd"], shape["n_hidden"], family == "gpt2", []
+    C, F, V, gpt2 = shape["n_embd"], shape["n_hidden"], shape["vocab_size"], family == "gpt2"
+    result = []
 
     def add(theirs, ours, rows, columns=0, bias=gpt2, start=0):
         """A matrix, or a vector if it has no columns, and its bias if it has one."""
         name, size = PREFIXES[family] + theirs, (rows, columns) if columns else (rows,)
         transposed = gpt2 and bias and columns > 0
         there = size[::-1] if transposed else size
-        result.append(Entry(f"{name}.weight", there, f"{ours}.weight", rows, start, transposed))
+        result.append(Entry(f"{name}.weight", there, f"{ours}.weight", start, transposed))
         if bias:
-            result.append(Entry(f"{name}.bias", (rows,), f"{ours}.bias", rows, start))
+            result.append(Entry(f"{name}.bias", (rows,), f"{ours}.bias", start))
 
     if gpt2:
-        add("wte", "embedding", vocab_size, C, False)
+        add("wte", "embedding", V, C, False)
         add("wpe", "position", shape["block_size"], C, False)
         add("ln_f", "norm", C)
         block = [
@@ -86,14 +85,14 @@ def entries(shape: dict, family: str, vocab_size: int) -> list[Entry]:
             ("mlp.c_proj", "mlp.down", C, F),
         ]
     else:
-        add("embed_tokens", "embedding", vocab_size, C)
+        add("embed_tokens", "embedding", V, C)
         add("norm", "norm", C)
         block = block_of(shape, family)
     for i in range(shape["n_layer"]):
         for theirs, ours, *rest in block:
             add(f"{'h' if gpt2 else 'layers'}.{i}.{theirs}", f"blocks.{i}.{ours}", *rest)
     if not shape["tie_embeddings"]:
-        result.append(Entry("lm_head.weight", (vocab_size, C), "head.weight", vocab_size))
+        result.append(Entry(HEAD, (V, C), "head.weight"))
     return result
 
 
@@ -159,7 +158,7 @@ def look_at_weights(folder: Path) -> dict:
     the HEAD of a tied model may be there; `read_weights` compares it with the embedding. Raises SnugError.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
-    places, surplus = dict.fromkeys(entries(shape, family, shape["vocab_size"])), []
+    places, surplus = dict.fromkeys(entries(shape, family)), []
     missing = {entry.name: entry for entry in places}
     embedding = next(iter(places))
     for file in weight_files(folder):
@@ -238,7 +237,7 @@ def read_weights(places: dict, model, rank=0, adapters=None, scale=0.0):
             pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
             if theirs.keys() >= {*pair}:
                 A, B = (read_tensor(theirs.pop(name), adapters) for name in pair)
-                if (A.dtype, len(A)) != (B.dtype, rank) or not A.is_floating_point():
+                if len(A) != rank or not A.is_floating_point():
                     raise SnugError(
                         f"{adapters}: {pair[0]} is {A.dtype} {tuple(A.shape)}, but r={rank}"
                     )
@@ -258,7 +257,7 @@ def read_tensor(name, file):
 
 def rows_of(parameter, entry):
     """The rows of a parameter that an entry holds."""
-    return parameter[entry.start : entry.start + entry.rows]
+    return parameter[entry.start : entry.start + entry.shape[entry.transposed]]
 
 
 def save_pretrained(model, folder: str | Path, tokenizer=None):
@@ -274,7 +273,7 @@ def save_pretrained(model, folder: str | Path, tokenizer=None):
     dtype = model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
     with appearing(folder) as temporary:
-        write_weights(model, temporary, dtype)
+        write_weights(model, config["model_type"], temporary, dtype)
         if tokenizer is not None:
             config["eos_token_id"] = tokenizer.stop_token
             tokenizer.save(temporary)  # with generation_config.json, if there are more stop tokens
@@ -292,13 +291,12 @@ def appearing(folder: str | Path):
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for file in temporary.iterdir():  # safetensors writes files that only their owner can read
-            shutil.copymode(next(temporary.glob("*config.json")), file)
-        os.rename(temporary, folder)  # or over an empty one
-    except (OSError, SafetensorError) as error:
-        raise SnugError(f"{folder}: cannot be written ({error})") from None
+        with in_one_line(f"{folder}: cannot be written"):
+            temporary.mkdir(parents=True)
+            yield temporary
+            for file in temporary.iterdir():  # safetensors writes files that only their owner can read
+                shutil.copymode(next(temporary.glob("*config.json")), file)
+            os.rename(temporary, folder)  # or over an empty one
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -311,15 +309,14 @@ def new_folder(folder: str | Path):
     return folder
 
 
-def write_weights(model, folder, dtype):
+def write_weights(model, family, folder, dtype):
     """Files of at most MAX_SHARD_BYTES (unless one tensor is larger), with an index if there are several."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    config, parameters, tensors = model.config, dict(model.named_parameters()), {}
-    family = family_of(config)
-    for entry in entries(vars(config), family, config.n_vocab):
+    parameters, tensors = dict(model.named_parameters()), {}
+    for entry in entries(vars(model.config) | dict(vocab_size=model.config.n_vocab), family):
         if entry.ours in parameters:
             value = rows_of(parameters[entry.ours].detach(), entry).to(dtype)
             tensors[entry.name] = value.t() if entry.transposed else value
