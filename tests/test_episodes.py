@@ -147,6 +147,7 @@ QUESTION = [dict(role="user", content="How much?")]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """-> {form: the folder of a tokenizer}"""
+    pytest.importorskip("transformers", reason="pip install -r requirements-tools.txt")
     made = {}
     for form, (family, template, end) in CHATS.items():
         config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template, eos_token=end, bos_token="<s>")
@@ -161,6 +162,7 @@ def chats(folders):
 
 def talk(monkeypatch, tokenizer, *turns, prompt=QUESTION, longest=300, functions=None, **options):
     """-> (the messages of one completion with these turns, its Rollouts, the Episodes)"""
+    pytest.importorskip("transformers", reason="pip install -r requirements-tools.txt")
     toolbox = make_toolbox(GRPOSettings(**dict(tools=["calc"]) | options), tokenizer, functions or {})
     episodes = Episodes(toolbox, tokenizer, [dict(prompt=prompt)], 1)
     rollouts = sampled(monkeypatch, tokenizer, episodes, [turns], longest)
@@ -278,7 +280,7 @@ def test_an_inline_call_of_any_tool_ends_a_turn_in_any_row(chats, monkeypatch):
 @pytest.mark.parametrize("form", ["hermes", "llama"])
 def test_a_conversation_has_the_ids_of_transformers(form, folders, chats, monkeypatch):
     """Schemas of tools, calls, results, an answer of the user simulator, another call, the last answer."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     folder, ours = folders[form], chats[form]
     write = dict(hermes=hermes, llama=llama)[form]
     asked = write("calc", expression="6*7")
