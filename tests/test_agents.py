@@ -173,9 +173,6 @@ def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
     before = len(called)
     texts = result.sample(n=20)
     assert len(texts) == 20 and len(called) > before and "  user: ?" in "\n".join(texts)
-    before = len(called)
-    scores = result.evaluate(num_prompts=8, num_samples=4)
-    assert 0 <= scores["pass_at_1"] <= 1 and len(called) > before and "pass_at_1" in capsys.readouterr().out
     assert result.settings.tools == ["test_agents:f"]
     again = grpo.train(resume=result.folder, tools=[f], environment=Cell, reward_funcs=[agents.answered], max_iters=3)
     assert len(again.log) == 3

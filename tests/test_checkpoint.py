@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pickle
 import random
 import shutil
@@ -50,15 +49,6 @@ def test_weights_moments_and_generators_come_back(tmp_path, shape):
         assert ours.equal(theirs)
         for key in ("exp_avg", "exp_avg_sq"):
             assert other_optimizer.state[ours][key].equal(optimizer.state[theirs][key])
-
-
-def test_files_have_the_modes_that_the_umask_gives(tmp_path):
-    before = os.umask(0o027)
-    try:
-        path = saved(tmp_path)[2]
-    finally:
-        os.umask(before)
-    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o640"}
 
 
 def test_what_does_not_fit_the_model_is_named(tmp_path):

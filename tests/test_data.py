@@ -2,6 +2,7 @@
 
 import random
 import sys
+import time
 
 import pytest
 
@@ -9,7 +10,7 @@ import data
 import evaluate
 import grpo
 from data import load_reward_function
-from exploits import dressed, harmless
+from exploits import dressed
 from helpers import HOME
 from helpers.episodes import Script, says
 from helpers.models import make_chat_model
@@ -113,26 +114,12 @@ def test_exploits_score_nothing_and_do_nothing(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = task_of(**TASKS[name])
     rows = task.prompts("train", range(20))
-    with harmless():
-        for i, completion in enumerate(dressed()):
-            assert rewards(task, [rows[i % 20]], [completion]) == [0.0], completion[:80]
-            task.answer_of(completion)
+    for i, completion in enumerate(dressed()):
+        began = time.monotonic()
+        assert rewards(task, [rows[i % 20]], [completion]) == [0.0], completion[:80]
+        task.answer_of(completion)
+        assert time.monotonic() - began < 10, completion[:80]  # not how fast it should be, but when it hangs
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_equal_answers_are_equally_right(name):
-    """What a majority votes on: demonstrations, right and wrong, in other spellings."""
-    task = task_of(**TASKS[name] | dict(demonstration_noise=0.5))
-    for i, row in enumerate(task.prompts("train", range(40))):
-        demonstrations = [task.demonstration(row, random.Random(f"{i} {n}")) for n in range(6)]
-        spelled = [(d, d.replace("+", " + "), d.replace(">0", ">00").replace("*", " *")) for d in demonstrations]
-        completions = [text for texts in spelled for text in texts]
-        answers = [task.answer_of(text) for text in completions]
-        right = rewards(task, [row] * len(completions), completions)
-        for answer in set(answers):
-            assert len({r for a, r in zip(answers, right, strict=True) if a == answer}) == 1
-        assert all(answer is not None for answer, r in zip(answers, right, strict=True) if r)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(task="countdown", seed=7)])

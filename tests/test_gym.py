@@ -13,7 +13,6 @@ from data.answers import MAX_COMPLETION
 from examples import gym
 from examples.gym import ReasoningGym
 from helpers import HOME
-from helpers.boxes import ENDS, LATE, LINUX, WRITES, processes, wait_for
 from helpers.tasks import needs_package
 from settings import GRPOSettings
 from snug.sandbox import Result, Sandbox
@@ -22,27 +21,15 @@ TASK = "examples.gym:ReasoningGym"
 WORKER = "examples.gym_worker:Gym"
 
 QUICK = "leg_counting chain_sum gcd base_conversion spell_backward knights_knaves maze mini_sudoku".split()
-EXECUTING = (
-    "binary_matrix n_queens spiral_matrix string_insertion countdown intermediate_integration polynomial_multiplication puzzle24 "
-    "simple_integration"
-).split()
+EXECUTING = "binary_matrix n_queens spiral_matrix string_insertion polynomial_multiplication".split()
 ODD = "isomorphic_strings list_functions acre".split()  # sets, global random numbers, lists
-
-
-def sandbox_of(names, **options):
-    return closing(Sandbox(WORKER, {"datasets": {name: {} for name in names}}, **options))
 
 
 @pytest.fixture(scope="module")
 def box():
     """One sandbox for all generators without options; a sandbox for each test would take seconds of imports."""
-    with sandbox_of(QUICK + EXECUTING + ODD, timeout=60) as box:
-        yield box
-
-
-@pytest.fixture(scope="module")
-def hasty():
-    with sandbox_of(EXECUTING, timeout=0.5, memory_mb=512) as box:
+    datasets = {name: {} for name in QUICK + EXECUTING + ODD}
+    with closing(Sandbox(WORKER, {"datasets": datasets}, timeout=60)) as box:
         yield box
 
 
@@ -64,7 +51,7 @@ def rewards(task, rows, answers, **more):
 
 
 @needs_package
-@pytest.mark.parametrize("names", [QUICK, [*EXECUTING[:4], "polynomial_multiplication"]], ids=len)
+@pytest.mark.parametrize("names", [QUICK, EXECUTING], ids=len)
 def test_right_answers_score_one_and_others_nothing(task_of, names):
     """Scorers that compare, and scorers that execute what they get."""
     task = task_of(*names)
@@ -75,29 +62,6 @@ def test_right_answers_score_one_and_others_nothing(task_of, names):
     for wrong in ("", "9 or (x"):
         assert rewards(task, rows, [wrong] * len(rows)) == [0.0] * len(rows)
     assert "reasoning_gym" not in sys.modules
-
-
-@needs_package
-@LINUX
-@pytest.mark.parametrize(
-    "name, every",
-    [
-        ("string_insertion", 5),
-        ("polynomial_multiplication", 7),
-        *(pytest.param(name, 1, marks=pytest.mark.long) for name in EXECUTING),
-    ],
-)
-def test_exploits_given_to_scorers_that_execute(name, every, hasty, place):
-    """Each before a right answer. Only every so many-th, because sympy takes its time. --long: all, by all scorers."""
-    answer = hasty.call("make", [[name, 7]])[0]["answer"]
-    kept, before = place / "kept", processes()
-    for kind, text in [*(WRITES | ENDS | LATE).items()][::every]:
-        kept.write_text("kept")
-        text = text.format(X=place / "X", KEPT=kept) if "{" in text else text
-        exploit, right = hasty.run("score", [[name, 7, text], [name, 7, answer]])
-        assert right.value == 1.0 and exploit.value in (0.0, 0.01, 0.05, None), kind
-        assert list(place.iterdir()) == [kept] and kept.read_text() == "kept", kind
-    assert wait_for(lambda: processes() == before)
 
 
 @needs_package

@@ -93,16 +93,6 @@ def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, t
     assert (rollouts.completion_lengths[~rollouts.stopped] == T).all()
 
 
-def test_a_stopped_run_goes_on_without_the_folder(folder, tmp_path, rewards):
-    shutil.copytree(folder, tmp_path / "model")
-    gsm8k(tmp_path / "model", tmp_path / "halves", "--max_iters=1")
-    shutil.rmtree(tmp_path / "model")
-    gsm8k(tmp_path / "model", tmp_path / "halves", "--resume=auto")
-    gsm8k(folder, tmp_path / "whole")
-    halves, whole = (load_run(tmp_path / name).model for name in ("halves", "whole"))
-    assert all(torch.equal(p, q) for p, q in zip(halves.parameters(), whole.parameters(), strict=True))
-
-
 def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
     """Not the defaults of the options. The run goes on from a checkpoint, which has them too."""
     expected = {name: QWEN[name] for name in QWEN if name != "norm_eps"}
