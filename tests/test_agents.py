@@ -148,7 +148,7 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
 # From Python
 
 
-def test_functions_and_a_class_of_a_cell(tmp_path, capsys):
+def test_functions_and_a_class_of_a_cell(tmp_path):
     called = []
 
     def f(text: str) -> str:
