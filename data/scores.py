@@ -127,8 +127,10 @@ def table(summary: dict):
         title += f" ({different} different)"
     if options["temperature"]:
         title += f", {n} sample{'s' * (n > 1)} each at temperature {options['temperature']:g}"
-    rows = {name: f"{mean:.3f}" for name, mean in summary["means"].items() if mean is not None}
+    rows = {name: f"{value:.3f}" for name, value in summary["scores"].items()}
     for name, (low, high) in summary["intervals"].items():
-        rows[name] = f"{summary['scores'][name]:.3f}   {low:.3f} to {high:.3f}"
-    lines = [f"  {name:<17}  {text}" for name, text in sorted(rows.items())]
+        rows[name] += f"   {low:.3f} to {high:.3f}"
+    rows |= {name: f"{mean:.3f}" for name, mean in summary["means"].items() if mean is not None}
+    width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
     return [title + "; 95 % intervals", *lines]

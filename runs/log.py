@@ -259,6 +259,7 @@ def wandb(settings, title: str, start: int):
         dir=str(folder),
         config=vars(settings),
         resume="allow",
+        settings=wandb.Settings(console="off"),
     )
     try:
         while record := (yield):

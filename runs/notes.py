@@ -17,7 +17,7 @@ def notes(prepared: Prepared) -> list[str]:
     """Of a run, or of an evaluation, which does not train."""
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
     prompt = task.as_prompt(task.row("train", 0)["prompt"])
-    lines = unused_template(tokenizer, prompt)
+    lines = unused_template(tokenizer, prompt) + untold_tools(prepared, prompt)
     prompts = [row["prompt"] for rows in getattr(task, "rows", {}).values() for row in rows]
     lines += spelled(tokenizer, prompts)
     if isinstance(settings, GRPOSettings) and task.answered:
@@ -37,6 +37,18 @@ def unused_template(tokenizer: Tokenizer, prompt: str | list[dict]) -> list[str]
     if tokenizer.chat is None or not isinstance(prompt, str):
         return []
     return ["the model has a chat template, and prompts of text do without it; --chat asks them in it"]
+
+
+def untold_tools(prepared: Prepared, prompt: str | list[dict]) -> list[str]:
+    """Where a chat template describes no tools, a prompt has to."""
+    toolbox, chat = prepared.toolbox, prepared.tokenizer.chat
+    if not toolbox or not toolbox.schemas or not chat:
+        return []
+    if not isinstance(prompt, str) and chat.call_form != "inline":
+        return []
+    return [
+        "nothing tells the model of its tools: its chat template does not; show a call in the prompt"
+    ]
 
 
 def spelled(tokenizer: Tokenizer, prompts: list[str | list[dict]]) -> list[str]:

@@ -8,6 +8,7 @@ import evaluate
 import grpo
 import sample
 from helpers.models import make_chat_model
+from helpers.tokenizers import HERMES
 from runs.checkpoint import find_run
 from runs.evaluation import prepare_evaluation
 from runs.loading import load_run
@@ -18,8 +19,9 @@ from snug.options import make_settings
 
 USER = dict(role="user", content="2+3=")
 ASSISTANT = dict(role="assistant", content="It is")
-TEMPLATE, SPELLED, LEFT_OUT, RATE = (
+TEMPLATE, TOOLS, SPELLED, LEFT_OUT, RATE = (
     "the model has a chat template, and prompts of text do without it; --chat asks them in it",
+    "nothing tells the model of its tools: its chat template does not; show a call in the prompt",
     "1 of 10 prompts spell special tokens, such as <|im_end|>; here they are ordinary text",
     "10 of 10 prompts end with a message of the assistant; it is left out",
     "learning_rate=0.001 for all weights of a pretrained model; usual are 1e-6 to 1e-5",
@@ -64,13 +66,21 @@ def options_of(folder, model, prompt="2+3=", first="2+3=", **changes):
         (dict(first="end with <|im_end|>"), [TEMPLATE, SPELLED]),
         (dict(chat=True, prompt=[USER], first=[USER | dict(content="a <|im_end|>")]), [SPELLED]),
         (dict(chat=True, prompt=[USER], first=[dict(role="system", content="<|im_end|>"), USER]), [SPELLED]),
+        (dict(chat=True, tools=["calc"]), [TOOLS]),
         (dict(chat=True, environment="games:Game"), []),  # it has no tools
+        (dict(tools=["calc"]), [TEMPLATE, TOOLS]),
     ],
 )
 def test_a_run_says_what_is_seldom_meant(tmp_path, model, changes, said):
     settings = GRPOSettings(**options_of(tmp_path, model, **changes))
     lines = notes(prepare(settings, functions={"games:Game": Game}))
     assert len(lines) == len(said) and all(map(str.startswith, lines, said)), lines
+
+
+def test_a_template_that_describes_tools_needs_no_word(tmp_path):
+    model = str(make_chat_model(tmp_path / "hermes", HERMES))
+    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, chat=True, tools=["calc"])))) == []
+    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, tools=["calc"])))) == [TEMPLATE, TOOLS]
 
 
 def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):

@@ -36,16 +36,16 @@ def island_of(text):
 def test_charts_have_the_logs_figures():
     runs = read_runs([make_run(Path("a")), make_run(Path("warm"), kind="SFT", iterations=3)])
     charts = charts_of(runs)
-    reward = chart(charts, "Reward")["a, training, sampled"]
+    reward = chart(charts, "Reward, GRPO")["training, sampled"]
     assert (reward.x, reward.y) == ([0, 1, 2, 3], [0, 0.1, 0.2, 0.3])
-    kl = chart(charts, "KL to the reference")["a"]
+    kl = chart(charts, "KL to the reference, GRPO")["a"]
     assert (kl.x, kl.y) == ([0, 2, 3], [0, 0.02, 0.03])  # null is no point
-    assert chart(charts, "pass@1")["a, sampled"].x == [0, 2]
-    assert chart(charts, "Loss")["warm"].y == [1, 1 / 2, 1 / 3]
+    assert chart(charts, "pass@1, GRPO")["sampled"].x == [0, 2]
+    assert chart(charts, "Loss, SFT")["warm"].y == [1, 1 / 2, 1 / 3]
     timeline = chart(charts, "Memory timeline, a")
     assert (timeline["train"].y, timeline["rollout"].x) == ([30, 31, 32, 33], [0, 1, 2, 3])
     assert timeline["train"].x == pytest.approx([0.6, 1.6, 2.6, 3.6]) and timeline["train"].width == 0.2
-    assert list(chart(charts, "Reward")) == ["a, training, sampled"]
+    assert "Reward, SFT" not in [chart.title for chart in charts]
     runs[0].records[2]["mem_max_alloc_mb_eval"] = 5.0
     timeline = chart(charts_of(runs), "Memory timeline, a")
     assert timeline["eval"].y == [5] and timeline["eval"].x == pytest.approx([2 + 5 / 6])

@@ -224,6 +224,8 @@ def test_wrong_command_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(read_settings, SFTSettings, ["nope.py"]) == "config nope.py: No such file or directory"
     Path("config").mkdir()
+    Path("config/sft_small.py").write_text("seed = 9\n")
+    assert refused(read_settings, SFTSettings, ["config/sft_smal.py"]).endswith("did you mean config/sft_small.py?")
     assert "config config: Is a directory" in refused(read_settings, SFTSettings, ["config"])
 
 

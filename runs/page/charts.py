@@ -1,6 +1,6 @@
 """The charts of a page. Each is described once here, and charts.js draws it.
 
-A chart compares runs over their iterations. A figure that no run has logged has no chart.
+A chart compares runs of one kind, GRPO or SFT, over their iterations. A figure that no run has logged has no chart.
 """
 
 from dataclasses import dataclass
@@ -59,11 +59,23 @@ def charts_of(runs: list[Run]) -> list[Chart]:
     functions = {name: name.removeprefix("reward/") for name in logged_names(runs, "reward/")}
     figures = [*LEARNING, ("Reward by function", "mean before weights", functions)]
     figures += [(name, "mean", {name: ""}) for name in logged_names(runs, "metric/")]
-    charts = [Chart("Learning", title, unit, lines(runs, names)) for title, unit, names in figures]
-    charts += map(timeline, runs)
-    charts.append(Chart("Memory", "Memory of each iteration", "MiB", lines(runs, MEMORY)))
-    charts.append(Chart("Time", "Speed", "tokens per second", lines(runs, {"tokens_per_second": ""})))
-    return [chart for chart in charts if chart.series]
+    learning = [chart for figure in figures for chart in by_kind("Learning", *figure, runs)]
+    memory = [timeline(run) for run in runs]
+    memory += by_kind("Memory", "Memory of each iteration", "MiB", MEMORY, runs)
+    time = by_kind("Time", "Speed", "tokens per second", {"tokens_per_second": ""}, runs)
+    return learning + memory + time
+
+
+def by_kind(section: str, title: str, unit: str, names: dict, runs: list[Run]) -> list[Chart]:
+    """One chart for each kind of runs that has logged a figure."""
+    kinds = list(dict.fromkeys(run.kind for run in runs))
+    charts = []
+    for kind in kinds:
+        series = lines([run for run in runs if run.kind == kind], names)
+        if series:
+            full_title = f"{title}, {kind}" if len(kinds) > 1 else title
+            charts.append(Chart(section, full_title, unit, series))
+    return charts
 
 
 def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:

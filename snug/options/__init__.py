@@ -193,7 +193,8 @@ def read_config(path: str) -> dict:
     try:
         tree = ast.parse(find_path(path).read_bytes())
     except OSError as error:
-        raise SnugError(f"config {path}: {error.strerror}") from None
+        configs = map(str, Path("config").glob("*.py"))
+        raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SnugError(f"config {path}: {error}") from None
     values = {}

@@ -18,10 +18,11 @@ Tests: tests/test_progress.py
 
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from threading import Event, Thread
 
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 FIRST, EVERY = 3, 30  # seconds
 PHASES = []  # bars of what goes on; each is a part of the one before
@@ -45,8 +46,11 @@ def phase(name, total=0, unit="", done=0):
     if depth == 1 and not total:
         PHASES[0].set_postfix_str(f"{name:9}")  # as wide as most, so that the bar stands still
     PHASES.append(bar)
+    # What the user's code prints goes above the bars, a line at a time.
+    above = visible and sys.stdout.isatty() and DummyTqdmFile(sys.stderr)
     try:
-        yield bar
+        with redirect_stdout(above or sys.stdout):
+            yield bar
     finally:
         while len(PHASES) > depth:  # an error may have left loops over `counted`
             PHASES.pop().close()
