@@ -21,7 +21,5 @@ def hints(record: dict):
         figure = next(iter(where))
         within = [low <= record.get(name, math.nan) <= high for name, (low, high) in where.items()]
         if all(within) and hint.get("unless") not in record:
-            lines.setdefault(
-                figure, f"{figure} {record[figure]:.3g}{hint.get('unit', '')}: {hint['text']}"
-            )
+            lines.setdefault(figure, f"{figure} {record[figure]:.3g}: {hint['text']}")
     return lines

@@ -121,7 +121,8 @@ def prepare(
     """
     resume, before = find_resume(settings)
     if before:
-        settings, chosen = continued(settings, chosen, before), chosen | {"block_size"}
+        settings = continued(settings, chosen, before, str(resume.path.parent))
+        chosen = chosen | {"block_size"}
     task = make_task(settings, demonstrations=isinstance(settings, SFTSettings))
     settings, config = resolve_names(settings, before)
     if resume:
@@ -160,9 +161,8 @@ def find_resume(settings):
     return resume, before
 
 
-def continued(settings, chosen: Set[str], before):
+def continued(settings, chosen: Set[str], before, folder: str):
     """A run that goes on has its own options, but for those that are chosen now or differ from the defaults."""
-    folder = settings.out_dir if settings.resume == "auto" else settings.resume
     defaults = vars(type(settings)())
     given = {name: value for name, value in vars(settings).items() if value != defaults[name]}
     given |= {name: getattr(settings, name) for name in chosen}

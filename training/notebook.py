@@ -104,6 +104,3 @@ class FinishedRun:
         )
         prepared, file = prepare_evaluation(settings, given, self.folder, self.functions)
         return evaluate(settings, prepared, file, self.loaded)[0]["scores"]
-
-    def __repr__(self):
-        return f"<run {self.folder}, {len(self.log)} of {self.settings.max_iters} iterations>"
