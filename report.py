@@ -63,13 +63,10 @@ def middle(run: Run, name: str) -> str:
 
 def table(runs: list[Run]) -> list[str]:
     """The lines of the console's table, with one column per run."""
-    cells = cells_of(runs)
-    width, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for name, *values in cells:
-        columns = map(str.rjust, values, widths)
-        lines.append("  ".join([name.ljust(width), *columns]))
-    return lines
+    return [
+        "  ".join([f"{name:40}", *(f"{value:>18}" for value in values)])
+        for name, *values in cells_of(runs)
+    ]
 
 
 if __name__ == "__main__":

@@ -174,7 +174,6 @@ class Loss(NamedTuple):
 
     surrogate: str  # the loss of a token: a function in loss.SURROGATES
     average: str  # how tokens are averaged: loss.token_weights
-    needs: dict = {}  # values of other options, as in RULES
 
 
 LOSSES = {
@@ -184,7 +183,7 @@ LOSSES = {
     "bnpo": Loss("clipped", "micro-batch"),
     "cispo": Loss("cispo", "token"),
     "sapo": Loss("sapo", "sequence"),
-    "luspo": Loss("clipped", "sum", dict(importance_sampling_level="sequence")),
+    "luspo": Loss("clipped", "sum"),
 }
 OWN_LOSS = Loss("own", "token")  # the user's function
 
@@ -257,7 +256,7 @@ RULES = [  # (an option, its value, what others need to be). What SFT does not h
         "mps",
         ON_DEVICE | dict(parallel="none", optimizer_device="device", activation_offload=False),
     ),
-    *(("loss_type", name, loss.needs) for name, loss in LOSSES.items()),
+    ("loss_type", "luspo", dict(importance_sampling_level="sequence")),
 ]
 
 

@@ -91,7 +91,7 @@ class RunLog:
                 )
             options = vars(settings) | facts
             write_whole(folder / "settings.json", json.dumps(options, indent=2) + "\n")
-        self.services = {name: SERVICES[name](settings, title, start) for name in settings.report_to}
+        self.services = {name: SERVICES[name](settings, start) for name in settings.report_to}
         self.call_services("send", None)
 
     def __enter__(self) -> "RunLog":
@@ -233,7 +233,7 @@ def change(records: list[dict], name: str) -> str:
 # Services are generators: they begin at the first `send`, get a record with each other one, and end with `close`.
 
 
-def tensorboard(settings, title: str, start: int):
+def tensorboard(settings, start: int):
     """Numbers as scalars in <run>/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -244,7 +244,7 @@ def tensorboard(settings, title: str, start: int):
             writer.flush()
 
 
-def wandb(settings, title: str, start: int):
+def wandb(settings, start: int):
     """Numbers in a W&B run, continued on resume. W&B's environment variables (WANDB_PROJECT, WANDB_MODE) hold."""
     import wandb
 

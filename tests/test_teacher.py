@@ -320,7 +320,7 @@ def test_a_run_goes_on_bit_for_bit(places, tmp_path, name, place):
     assert record["time_teacher_s"] > 0 and record["mem_max_alloc_mb_teacher"] > 0 and "frac_reward_zero_std" in record
     sample = next(read_lines(tmp_path / "whole" / "samples.jsonl"))
     assert ("teacher_logprobs" in sample) == (name == "sampled")
-    assert "hints" not in record or "frac_reward_zero_std" not in record["hints"]
+    assert "hint: frac_reward_zero_std" not in (tmp_path / "whole/log.txt").read_text()
 
 
 def test_a_teacher_alone_needs_no_reward(places, tmp_path, monkeypatch):

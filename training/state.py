@@ -127,8 +127,7 @@ class Training:
         finally:  # an evaluation that fails loses no line of the log
             record |= self.before | scores | dict(time_s=time.perf_counter() - self.started)
             record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
-            if found := hints(record):
-                record["hints"] = sorted(found)
+            found = hints(record)
             self.log.iteration(record, samples)
             varied, groups = groups_of([record], self.settings)
             if done == 1 and groups:
