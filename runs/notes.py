@@ -25,7 +25,9 @@ def notes(prepared: Prepared) -> list[str]:
             f"{task.answered:,} of {len(prompts):,} prompts end with a message of the assistant; it is left out: a "
             "completion is a whole answer, and does not go on behind its beginning"
         )
-    if settings.max_iters and trains_all(prepared) and settings.learning_rate > LARGE:
+    origin = prepared.origin
+    trains_all = origin and is_pretrained(origin.path) and not settings.lora_rank
+    if settings.max_iters and trains_all and settings.learning_rate > LARGE:
         lines.append(
             f"learning_rate={settings.learning_rate:g} for all weights of a pretrained model; usual are 1e-6 to 1e-5, "
             "with --lora_rank=16 1e-5 to 1e-4"
@@ -53,23 +55,11 @@ def untold_tools(prepared: Prepared, prompt: str | list[dict]) -> list[str]:
 
 def spelled(tokenizer: Tokenizer, prompts: list[str | list[dict]]) -> list[str]:
     """transformers would read these as special tokens."""
-    if not tokenizer.special:
-        return []
     special = re.compile("|".join(map(re.escape, tokenizer.special)))
-    texts = [
-        text if isinstance(text, str) else "\n".join(turn["content"] for turn in text)
-        for text in prompts
-    ]
-    found = [match[0] for match in map(special.search, texts) if match]
+    found = [match[0] for match in map(special.search, map(str, prompts)) if match and match[0]]
     if not found:
         return []
     return [
         f"{len(found):,} of {len(prompts):,} prompts spell special tokens, such as {found[0]}; here they are ordinary "
         "text: only a chat template writes special tokens; give messages, with --chat"
     ]
-
-
-def trains_all(prepared: Prepared) -> bool:
-    """Does the run train all weights of a model from elsewhere?"""
-    origin = prepared.origin
-    return bool(origin and is_pretrained(origin.path) and not prepared.settings.lora_rank)
