@@ -146,7 +146,7 @@ def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
         KeyboardInterrupt, match="^--resume=auto goes on from the beginning, for nothing was saved yet$"
     ):
         grpo.train(reward_funcs=[pressing], **options)
-    with pytest.raises(SnugError, match="has no checkpoint; if it is a run, nothing was saved yet: start it again"):
+    with pytest.raises(SnugError, match="has no checkpoint; name a run.s folder"):
         grpo.train(resume=run.folder)
     when = 1
     assert signal.getsignal(signal.SIGINT) is handler and (tmp_path / "run.1").exists()
