@@ -22,7 +22,7 @@ from runs.hints import hints
 from runs.log import finite
 from runs.notes import notes
 from runs.page.runs import logged
-from snug.options import plain
+from snug.options import fields, plain
 from snug.options.progress import counted, say
 from training.figures import groups_of
 from training.state import Training
@@ -48,7 +48,7 @@ def probe(iterate, training: Training):
     settings = prepared.settings
     prepared.settings = replace(settings, learning_rate=0.0, max_num_gen_batches=1)
     training.log.show_line = say  # warnings
-    probing = Probing(**vars(training))
+    probing = Probing(**{name: getattr(training, name) for name in fields(Training)})
     records, examples = [], []
     probing.records, probing.completions = records, examples
     number = max(2, -(-PROMPTS // settings.batch_size))
