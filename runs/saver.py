@@ -151,14 +151,12 @@ class Saver:
             raise
         except Exception:
             unchanged = 0 < iteration != self.saved and self.optimizer.steps == steps
-            if (
-                unchanged and self.processes.rank == 0 and not self.processes.sharded
-            ):  # the others may be gone
+            alone = self.processes.rank == 0 and not self.processes.sharded  # the others may be gone
+            if unchanged and alone:
                 with suppress(Exception):  # the error below is the one to raise
                     self.write(iteration, progress, last=True)
-            self.say(
-                f"stopped by the error below; --resume=auto goes on from {newest_name(self.folder)}"
-            )
+                place = newest_name(self.folder)
+                self.say(f"before the error below: --resume=auto goes on from {place}")
             raise
 
 

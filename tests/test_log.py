@@ -262,7 +262,7 @@ def test_a_name_that_a_reward_function_gives_commands_no_terminal(tmp_path, caps
         grpo.main(prepare(replace(settings, reward_funcs=["m:bad"]), functions=functions))
     out, err = capsys.readouterr()
     text = (Path(settings.out_dir) / "log.txt").read_text()
-    assert out.count(r"\x1b]0;mine\x07\x9b2J\u202e\u2028\u2029\u2066") == 9 and rf"{name}" not in out
+    assert out.count(r"\x1b]0;mine\x07\x9b2J\u202e\u2028\u2029\u2066") == 8 and rf"{name}" not in out
     assert r"error: reward function \x1b]0;mine" in err and r"error: reward function \x1b]0;mine" in text
     for shown in (out, err.rpartition("\r")[2], text):
         assert {char for char in shown if unicodedata.category(char) in {"Cc", "Cf", "Zl", "Zp"}} <= {"\n", "\t"}
