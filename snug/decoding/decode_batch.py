@@ -213,9 +213,8 @@ class DecodeBatch:
         draw the next tokens.
 
         The turn's last token is read again: perhaps no step has read it, or later steps followed."""
-        slots = np.array(slots)
-        lengths = np.array(lengths)
         added = np.array(list(map(len, replies)))
+        slots, lengths = np.array([slots, lengths])
         ends = lengths + added
         held = self.held[slots]
         for row, begin, end, reply in zip(held, lengths, ends, replies, strict=True):
@@ -224,16 +223,9 @@ class DecodeBatch:
         self.started[held] = self.steps - ends
         spans = slots, self.prompt_slot[held // self.k], lengths - 1, added + 1
         columns, positions = self.cache.begin_reply(*spans)
-        slots = upload(slots, self.device)
-        held = upload(held, self.device)
-        added = upload(added, self.device)
-        ends = upload(ends, self.device)
-        hidden = self.model(
-            self.tokens[held[:, None], columns],
-            positions,
-            self.cache,
-            last=added,
-        )
+        slots, held, added, ends = (upload(x, self.device) for x in (slots, held, added, ends))
+        tokens = self.tokens[held[:, None], columns]
+        hidden = self.model(tokens, positions, self.cache, last=added)
         self.sequences[slots] = held
         self.t[slots] = ends
         self.draw(hidden[:, 0], slots)

@@ -3,7 +3,7 @@
 Left out: how many threads there are (OMP_NUM_THREADS), and how long they spin. Tests: tests/test_cpu.py.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from snug.device.kinds import is_planned
 
+PRODUCTS = torch.backends.mkldnn.matmul
 # Multiplications of a large product: 0.2 ms of a core with MKL. oneDNN compiles code for each new shape in 0.3 ms.
 LARGE = 2**23
 # Numbers of a weight that waits for memory: then oneDNN is faster with any number of rows, with few up to 3 times.
@@ -18,6 +19,7 @@ LARGE_WEIGHT = 2**18
 EXACT = 1e-5  # largest relative error of a float32 product; rounded to bfloat16 it has 2e-3
 
 
+@contextmanager
 def fast_products(x):
     """A context in which float32 products on a CPU run on oneDNN.
 
@@ -26,25 +28,23 @@ def fast_products(x):
     F.scaled_dot_product_attention outside: its many small products would be four times slower. It does nothing if x is
     on another device or a planner's tensor.
     """
-    slow = x.device.type != "cpu" or is_planned(x) or not stays_float32()
-    return nullcontext() if slow else bfloat16_allowed()
-
-
-@contextmanager
-def bfloat16_allowed():
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    if x.device.type != "cpu" or is_planned(x) or not stays_float32():
+        yield
+        return
+    PRODUCTS.fp32_precision = "bf16"
     try:
         yield
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        PRODUCTS.fp32_precision = "none"
 
 
 @cache
 def stays_float32() -> bool:
     """Is a float32 product by oneDNN as exact on this processor as float32 is? Tries one."""
     a, b = (torch.sin(torch.arange(128.0 * 128) * step).view(128, 128) for step in (1.1, 1.7))
-    with bfloat16_allowed():
-        product = a @ b
+    PRODUCTS.fp32_precision = "bf16"
+    product = a @ b
+    PRODUCTS.fp32_precision = "none"
     exact = a.double() @ b.double()
     return bool((product - exact).norm() < EXACT * exact.norm())
 
