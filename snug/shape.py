@@ -70,14 +70,13 @@ class GPTConfig:
             head_size=self.n_embd // self.n_head,
             n_hidden=-(-self.n_embd * 8 // 24) * 8 if gated else 4 * self.n_embd,
         )
-        for name, value in derived.items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
+        values = {name: getattr(self, name) or value for name, value in derived.items()}
         for name in ("rope_short_factor", "rope_long_factor"):  # JSON has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            values[name] = tuple(getattr(self, name))
         for name in ("full_every", "nope_every"):
             if getattr(self, name) > self.n_layer:  # no layer is of this kind
-                object.__setattr__(self, name, 0)
+                values[name] = 0
+        vars(self).update(values)  # the dataclass is frozen
         if self.n_vocab > self.vocab_size:
             raise ValueError(f"n_vocab={self.n_vocab} is more than vocab_size={self.vocab_size}")
         if self.n_head % self.n_kv_head:

@@ -15,7 +15,7 @@ import math
 import sys
 import tomllib
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +31,6 @@ for family in FAMILIES.values():
     family["has"] = LLAMA["has"] | family.get("has", {})
     family["missing"] = LLAMA["missing"] | family.get("missing", {})
     family["may_have"] = {*family.get("may_have", ())}
-DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
 OPTIONAL = set().union(*(family["may_have"] for family in FAMILIES.values()))
 ORIGINAL = "original_max_position_embeddings"
 
@@ -102,7 +101,7 @@ def shape_of(config: dict, path: Path | str) -> tuple[dict, set]:
             scalar = c.get("query_pre_attn_scalar", int)
             shape["query_scale"] = (shape["head_size"] / scalar) ** 0.5
     for key in sorted(OPTIONAL - may_have):
-        if shape[key] != DEFAULTS[key]:
+        if shape[key] != getattr(GPTConfig, key):  # the default
             raise SnugError(f"{path}: a {name} with {key}={shape[key]!r:.40} is not supported")
     return shape, c.values.keys() - c.read - HARMLESS - missing.keys()
 
