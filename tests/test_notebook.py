@@ -58,9 +58,9 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
         (dict(reward_funcs=[lambda completions: [0]]), "must take ..columns"),
         (
             dict(prompts=[{"prompt": "a"}, {"prompt": object()}]),
-            "prompts: row 2 must be .* that JSON can hold .*object",
+            "prompts: each row must be .* that JSON can hold .*object",
         ),
-        (dict(prompts=["a=", "b="]), 'prompts: row 1 must be {"prompt": ...}, of values'),
+        (dict(prompts=["a=", "b="]), 'prompts: each row must be {"prompt": ...}, of values'),
     ):
         with pytest.raises(SnugError, match=message):
             grpo.train(**options | wrong)

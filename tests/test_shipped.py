@@ -263,7 +263,9 @@ def test_every_command_with_several_processes_wants_them(line, there, monkeypatc
     """torchrun's options are read by its own parser; all of the run's options are good, and only processes are missing."""
     options = get_args_parser().parse_args(shlex.split(line)[1:])
     code = run(f"python {options.training_script} {shlex.join(options.training_script_args)}", monkeypatch)
-    assert code == 2 and "with 0 processes of torchrun; several are torchrun" in capsys.readouterr().err, FOUND[line]
+    assert (
+        code == 2 and "and 0 processes of torchrun do not fit; start several with torchrun" in capsys.readouterr().err
+    ), FOUND[line]
 
 
 @pytest.mark.parametrize("line", NAMED, ids=str)

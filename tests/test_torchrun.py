@@ -75,7 +75,10 @@ def test_a_signal_saves_once_and_ends_all(number, kind, tmp_path):
 @long
 def test_processes_and_the_option_have_to_fit(tmp_path):
     code, _, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run")
-    assert code != 0 and "error: parallel='none', with 2 processes of torchrun; several are torchrun" in err
+    assert (
+        code != 0
+        and "error: parallel='none' and 2 processes of torchrun do not fit; start several with torchrun" in err
+    )
     command = [sys.executable, HOME / "grpo.py", "--parallel=ddp", "--device=cpu"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "start them with torchrun" in done.stderr and done.stderr.count("\n") == 1

@@ -63,12 +63,8 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
 
 def write_prompts(prompts: list[dict], out_dir: str) -> str:
     """Rows to a file beside out_dir, named after its content, so that the run can be resumed and evaluated."""
-    text = ""
-    for number, row in enumerate(prompts, start=1):
-        with in_one_line(
-            f'prompts: row {number} must be {{"prompt": ...}}, of values that JSON can hold'
-        ):
-            text += json.dumps(dict(row)) + "\n"
+    with in_one_line('prompts: each row must be {"prompt": ...}, of values that JSON can hold'):
+        text = "".join(json.dumps(dict(row)) + "\n" for row in prompts)
     file = Path(f"{out_dir}.prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl")
     with in_one_line(f"{file} cannot be written"):
         file.parent.mkdir(parents=True, exist_ok=True)

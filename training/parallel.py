@@ -43,7 +43,7 @@ def start(settings) -> OneProcess:
     size, together = int(os.environ.get("WORLD_SIZE", 0)), settings.parallel != "none"
     if together != (size > 0):  # 0: without torchrun
         raise SnugError(
-            f"parallel={settings.parallel!r}, with {size} processes of torchrun; several are "
+            f"parallel={settings.parallel!r} and {size} processes of torchrun do not fit; start several with "
             f"torchrun --nproc_per_node=8 {sys.argv[0]} --parallel=ddp"
         )
     if not together:
