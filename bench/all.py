@@ -36,7 +36,7 @@ import torch
 HOME = Path(__file__).parent.parent
 PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-cross-entropy".split()
 # Of a GPU's kernels, graphs and copies first, then what stands on them.
-TESTS = "flash kernels layer_kernels adamw_kernel kvcache draw replay teacher logprobs sample".split()
+TESTS = "flash kernels layer_kernels adamw_kernel kvcache draw replay graphs teacher logprobs sample".split()
 TESTS += "model packed batch episodes nf4 lora grpo optimizer streams loss collect ladder memory".split()
 RESUME = "tests/test_checkpoint.py::test_a_run_cut_anywhere_resumes_bit_for_bit"
 LEARNING = "learning"  # takes all of the time: runs only with --only=learning, and in dry runs
