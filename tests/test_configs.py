@@ -147,7 +147,7 @@ OTHER_MODELS = {
     "EXAONE 4's windows": ("Llama 2", dict(sliding_window=12, layer_types=KINDS[:2]), "a llama with full_every=2"),
     "another kind of layer": ("Qwen3 8B", dict(layer_types=["full_attention", "linear_attention"]), "layer_types=['full_"),
     "full layers in a Mistral": ("Mistral 7B v0.1", dict(layer_types=["full_attention"] * 2), "full_every=1"),
-    "the third period is another": ("OLMo 3 7B", dict(num_hidden_layers=12, layer_types=["sliding_attention"] * 3 + ["full_attention", *KINDS] * 2), "layer_types=["),
+    "the third period is another": ("OLMo 3 7B", dict(num_hidden_layers=12, layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 2 + KINDS), "layer_types=["),
     "too few layers": ("SmolLM3", dict(no_rope_layers=[1, 1, 1, 0]), "no_rope_layers=[1, 1, 1, 0]"),
     "layers without positions": ("Qwen2.5", dict(no_rope_layers=[1, 0]), "a qwen2 with nope_every=2"),
     "part of each head": ("Llama 2", dict(partial_rotary_factor=0.5), "a llama with rotary_fraction=0.5"),
