@@ -339,7 +339,8 @@ def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_
     for name in sorted(chosen & {*SHAPE}):
         value = getattr(settings, name)
         smaller = name == "block_size" and value < expected[name]  # refuse_lengths holds to it
-        if value != expected[name] and not smaller:
+        default = value == 0 and type(value) is int  # such as n_hidden: as many as the shape has
+        if value != expected[name] and not smaller and not default:
             raise SnugError(f"{name}={value!r}, but {source} has {expected[name]!r}; leave {name} out")
     named = settings.tokenizer
     if "tokenizer" in chosen and get_tokenizer(named).name != tokenizer_name:
