@@ -87,19 +87,6 @@ def test_padded_ids_are_never_sampled(shape, temperature):
     assert padded.logits(torch.ones(32, device=DEVICE))[16:].isneginf().all()
 
 
-@pytest.mark.parametrize("shape, every, leave", [("gpt2", 3, 0.5), ("llama", 7, 0.1), ("gpt2", 1, 0.0)])
-def test_when_the_host_looks_changes_no_row(shape, every, leave, monkeypatch):
-    """Slots stay empty for a while, are filled late or leave in other numbers: as on CUDA, where a look costs time."""
-    model = make_flat_model(shape)
-    expected = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5))
-    look_at_every_step(monkeypatch, every, leave)
-    for max_batch in (None, 5):
-        late = rows_of(sample_groups(model, PROMPTS, 6, 10, stop_token=STOP, seed=5, max_batch=max_batch))
-        for (ids, logprobs), (expected_ids, expected_logprobs) in zip(late, expected, strict=True):
-            assert ids == expected_ids
-            assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
-
-
 @pytest.mark.parametrize("every, max_batch", [(1, 3), (4, None)])
 def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
     """Where "ab" has come to its end: in two tokens, in one, or within one. The columns say where everything is."""
