@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from snug.device.host import HOST
-from snug.kernels import adamw
 
 COMPUTE = 0
 
@@ -66,7 +65,6 @@ class Races(TorchDispatchMode):
         self.accesses = {}  # key of a living storage -> its Accesses
         self.freed = []  # Accesses to storages whose memory compute may get with its next tensor
         self.alive = {}  # key -> (weak reference, whether it is on the host)
-        self.temporaries = None  # keys of what `adamw_torch` has made
         self.cuda = SimpleNamespace(
             Stream=lambda device=None: Stream(self),
             Event=lambda: Event(self),
@@ -133,9 +131,6 @@ class Races(TorchDispatchMode):
         on_host = on_host or HOST.making or key in HOST.sizes
         self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), on_host
         if is_made and not on_host:
-            if self.current != COMPUTE and self.temporaries is not None:
-                self.temporaries.add(key)
-                return
             if self.current != COMPUTE:
                 raise Race(f"{tuple(tensor.shape)} is allocated on a side stream")
             for access in self.freed:
@@ -145,9 +140,7 @@ class Races(TorchDispatchMode):
 
     def forget(self, key):
         accesses, (_, on_host) = self.accesses.pop(key, []), self.alive.pop(key)
-        if self.temporaries and key in self.temporaries:  # memory of the side stream
-            self.temporaries.remove(key)
-        elif not on_host:  # pinned memory waits for copies by itself
+        if not on_host:  # pinned memory waits for copies by itself
             self.freed += accesses
 
 
@@ -189,16 +182,7 @@ def fake_streams():
     if torch.cuda.is_available():
         pytest.skip("the books know PyTorch's ops alone; on CUDA kernels run, too")
     races = Races()
-    original = adamw.adamw_torch
-
-    def adamw_torch(*arguments):
-        """It stands in for a kernel, which makes no temporaries."""
-        races.temporaries = set()
-        original(*arguments)
-        races.temporaries = None
-
-    streams = patch.multiple("snug.device.streams", cuda=races.cuda, has_streams=lambda device: True, SIDES={})
-    with streams, patch.object(adamw, "adamw_torch", adamw_torch), races:
+    with patch.multiple("snug.device.streams", cuda=races.cuda, has_streams=lambda device: True, SIDES={}), races:
         yield races
 
 

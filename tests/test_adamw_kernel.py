@@ -9,7 +9,7 @@ import torch
 from helpers.models import DEVICE
 from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
 from snug.kernels import adamw as module
-from snug.kernels.adamw import BLOCK, WARPS, adamw, key_of, mix, numbers_of
+from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, numbers_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -28,6 +28,10 @@ def make(n, kind, seed=0):
     w, g, m, v = torch.randn(4, n, generator=generator).to(DEVICE).unbind()
     tensors = w.to(dtype), g.to(dtype), (0.1 * m).to(state), (0.1 * v * v).to(state)
     return *tensors, None if master is None else w.clone()
+
+
+def adamw(weight, *rest):
+    module.adamw(weight, *rest, new_scratch(weight))
 
 
 def copies(tensors):
@@ -50,7 +54,7 @@ def twin(monkeypatch):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "uses_triton", lambda _: False)
             kept = tensors[0] if tensors[4] is None else tensors[4]
-            original(*tensors[:4], kept, tuple(numbers), key, first)
+            original(*tensors[:4], kept, tuple(numbers), key, first, new_scratch(kept))
 
     monkeypatch.setattr(module, "adamw_torch", lambda *_: pytest.fail("plain torch ran"))
     return twin
@@ -137,7 +141,7 @@ def test_the_hash_is_the_published_one():
 
     numbers = [0, 1, 2, 12345, 2**31 - 1, 2**31, 2**32 - 1, *range(10**9, 10**9 + 1000)]
     x = torch.tensor(numbers)
-    assert mix(x).tolist() == [mix(x) for x in numbers] == [lowbias32(x) for x in numbers]
+    assert mix_(x, x.clone()).tolist() == [mix(x) for x in numbers] == [lowbias32(x) for x in numbers]
 
 
 def test_steps_parameters_and_seeds_have_keys_of_their_own():

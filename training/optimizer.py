@@ -24,7 +24,7 @@ import torch
 from snug.device.host import new_on_host
 from snug.device.kinds import is_planned
 from snug.device.streams import Done, aside, settle
-from snug.kernels.adamw import adamw, key_of, numbers_of
+from snug.kernels.adamw import adamw, key_of, new_scratch, numbers_of
 from snug.lora import trained
 from snug.memory.ledger import COMPONENTS, component
 
@@ -183,12 +183,13 @@ class SlabAdamW(torch.optim.AdamW):
         names = "weight", "gradient", *STATE
         slabs = self.slabs(*names)
         ring = self.ring(slabs)
+        scratch = new_scratch(ring[0].get("weight", self.largest))
         self.steps += 1
 
         def update(tensors, group, number, first):
             numbers = numbers_of(group, self.steps, scale)
             key = key_of(self.seed, self.steps, number)
-            adamw(*map(tensors.get, names), numbers, key, first)
+            adamw(*map(tensors.get, names), numbers, key, first, scratch)
 
         in_turn(self.device, slabs, ring, update).wait()
         # A checkpoint may read the state on the host next, and a host that reads does not wait for copies.

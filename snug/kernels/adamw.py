@@ -22,12 +22,12 @@ MASK = 2**32 - 1
 ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
 
-def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first):
+def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first, scratch):
     """Update n weights, at most 2**30. All tensors are (n,) and contiguous; all but gradient are changed in place.
 
     gradient: in weight's dtype. exp_avg, exp_avg_sq: float32, or bfloat16 (rounded stochastically). master: None, or
-    float32, the weights before they were rounded. numbers, key: from numbers_of, key_of. first: the index of the first
-    of these weights in their parameter.
+    float32, the weights before they were rounded. numbers, key, scratch: from numbers_of, key_of, new_scratch. first:
+    the index of the first of these weights in their parameter.
     """
     n = len(weight)
     tensors = weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master
@@ -38,7 +38,18 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first):
     stop = min(CHUNK, n) if is_planned(weight) else n  # a planner needs one chunk: all are alike
     for start in range(0, stop, CHUNK):
         chunk = (tensor[start : start + CHUNK] for tensor in tensors)
-        adamw_torch(*chunk, numbers, key, first + start)
+        adamw_torch(*chunk, numbers, key, first + start, scratch)
+
+
+def new_scratch(weight):
+    """-> buffers for plain torch, or None for the kernel. A step allocates nothing: it may run on a side stream."""
+    if uses_triton(weight):
+        return None
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    n = min(CHUNK, weight.numel())
+    numbers = torch.empty(4, n, dtype=dtype, device=weight.device)
+    bits = torch.empty(2, n, dtype=torch.int64, device=weight.device)
+    return *numbers, *bits, bits.new_empty(n, dtype=torch.int32)
 
 
 def numbers_of(group, steps, scale):
@@ -54,43 +65,50 @@ def numbers_of(group, steps, scale):
     return scale, 1 - beta1, 1 - beta2, decay, rate, correction, group["eps"]
 
 
-def adamw_torch(weight, gradient, exp_avg, exp_avg_sq, kept, numbers, key, first):
-    """The kernel's formula in plain torch; in float64 if the weights are. kept: master, or weight if there is none.
-
-    Its temporaries are of a chunk. On a side stream, where the optimizer allocates nothing else, it runs only if a GPU
-    has no kernels.
-    """
+def adamw_torch(weight, gradient, exp_avg, exp_avg_sq, kept, numbers, key, first, scratch):
+    """The kernel's formula in plain torch; in float64 if the weights are. kept: master, or weight if there is none."""
     scale, share1, share2, decay, rate, correction, eps = numbers
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    g = gradient.to(dtype) * scale
-    m = torch.lerp(exp_avg.to(dtype), g, share1)  # m + share1 * (g - m)
-    v = torch.lerp(exp_avg_sq.to(dtype), g.square_(), share2)
-    root = torch.mul(v, correction, out=g).sqrt_().add_(eps)
-    w = (kept.to(dtype) * decay).addcdiv_(m, root, value=-rate)  # w - rate * m / root
+    g, m, v, w, bits, spare, noise = (x[: len(weight)] for x in scratch)
+    g.copy_(gradient).mul_(scale)
+    m.copy_(exp_avg).lerp_(g, share1)  # m + share1 * (g - m)
+    v.copy_(exp_avg_sq).lerp_(g.square_(), share2)
+    torch.mul(v, correction, out=g).sqrt_().add_(eps)
+    w.copy_(kept).mul_(decay).addcdiv_(m, g, value=-rate)  # w - rate * m / g
     if exp_avg.dtype == torch.bfloat16:
         rounded = (m, v, w) if kept.dtype == torch.bfloat16 else (m, v)
-        for x, random in zip(rounded, noises(key, first, len(w), w.device), strict=False):
+        for x, random in zip(rounded, noises(key, first, bits, spare), strict=False):
             # Add 16 random bits, then cut off the lower 16 bits: a carry rounds up.
-            x.view(torch.int32).add_(random.int()).bitwise_and_(-(2**16))
+            x.view(torch.int32).add_(noise.copy_(random)).bitwise_and_(-(2**16))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     kept.copy_(w)
     weight.copy_(w)
 
 
-def noises(key, first, n, device):
-    """-> 16 random bits for each of n exp_avg, for each exp_avg_sq, and for each weight, from number `first` on."""
-    bits = mix(mix(torch.arange(first, first + n, device=device) ^ key) + key & MASK)
-    return bits & 0xFFFF, bits >> 16, mix(bits ^ key) & 0xFFFF
+def noises(key, first, bits, spare):
+    """Yield 16 random bits for each exp_avg, then for each exp_avg_sq, then for each weight, from number `first` on.
 
-
-def mix(x):
-    """A hash of 32 bits: lowbias32, Chris Wellons, github.com/skeeto/hash-prospector, 2018.
-
-    x: an int, or a tensor of int64. A product that overflows wraps around, and its lower 32 bits are right.
+    bits, spare: scratch, (n,) int64. What is yielded lies there.
     """
+    torch.arange(first, first + len(bits), out=bits)
+    mix_(bits.bitwise_xor_(key), spare)
+    mix_(bits.add_(key).bitwise_and_(MASK), spare)
+    yield torch.bitwise_and(bits, 0xFFFF, out=spare)
+    yield torch.bitwise_right_shift(bits, 16, out=spare)
+    yield mix_(bits.bitwise_xor_(key), spare).bitwise_and_(0xFFFF)
+
+
+def mix(x) -> int:
+    """A hash of 32 bits: lowbias32, Chris Wellons, github.com/skeeto/hash-prospector, 2018."""
     for shift, factor in ROUNDS:
         x = (x ^ (x >> shift)) * factor & MASK
+    return x
+
+
+def mix_(x, spare):
+    """`mix` in place; int64. A product that overflows wraps around, and its lower 32 bits are right."""
+    for shift, factor in ROUNDS:
+        x.bitwise_xor_(torch.bitwise_right_shift(x, shift, out=spare)).mul_(factor).bitwise_and_(MASK)
     return x
 
 
