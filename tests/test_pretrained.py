@@ -55,7 +55,7 @@ def test_a_mistral_has_a_window_unless_its_file_says_no(tmp_path):
     """Without the key it is 4096."""
     their_model("mistral sliding").save_pretrained(tmp_path / "a")
     for window, expected in ((12, 12), (None, 0), ("gone", 4096)):
-        change_config(tmp_path / "a", sliding_window=window)
+        change_config(tmp_path / "a", sliding_window=window, use_sliding_window=False)
         assert read_shape(tmp_path / "a")["sliding_window"] == expected
 
 
