@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,14 +29,8 @@ from snug.options import SnugError
 from training.dry_run import DryRun
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU answers otherwise than the faked ones")
-TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update it\nmore"
-
-
-def failing(message, kind=RuntimeError):
-    def fail(*args, **options):
-        raise kind(message)
-
-    return fail
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update it"
+SMALL = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, eval_prompts=0)
 
 
 @pytest.fixture
@@ -66,22 +61,27 @@ def switches():
 # A GPU that cannot be used
 
 
-def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason_of_torch(h100):
-    h100.setattr(torch.cuda, "init", failing(TOO_OLD))
-    first_line = TOO_OLD.partition("\n")[0]
-    assert refused(pick_device, "cuda") == f"device='cuda': {first_line}; use another device, or --device=cpu"
-    h100.setattr(torch.cuda, "init", failing("Torch not compiled with CUDA enabled", AssertionError))
-    assert refused(pick_device, "cuda:0").startswith("device='cuda:0': Torch not compiled with CUDA enabled;")
-    h100.setattr(torch.cuda, "init", lambda: None)
-    h100.setattr(torch.cuda, "set_device", failing("CUDA error: all CUDA-capable devices are busy or unavailable"))
-    assert refused(pick_device, "auto").startswith(
-        "device='auto': CUDA error: all CUDA-capable devices are busy or unavailable;"
-    )
+BUSY = "CUDA error: all CUDA-capable devices are busy or unavailable"
 
 
-def test_other_devices_are_refused(h100):
-    assert "snug runs on cpu, cuda and mps; use another device, or" in refused(pick_device, "xpu")
-    assert refused(pick_device, "gpu").startswith("device='gpu': ")
+@pytest.mark.parametrize(
+    "device, name, error, said",
+    [
+        ("cuda", "init", RuntimeError(f"{TOO_OLD}\nmore"), f"{TOO_OLD}; use another device, or --device=cpu"),
+        (
+            "cuda:0",
+            "init",
+            AssertionError("Torch not compiled with CUDA enabled"),
+            "Torch not compiled with CUDA enabled;",
+        ),
+        ("auto", "set_device", RuntimeError(BUSY), f"{BUSY};"),
+        ("xpu", "init", None, "snug runs on cpu, cuda and mps; use another device, or"),
+        ("gpu", "init", None, ""),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_refused_with_the_reason_of_torch(h100, device, name, error, said):
+    h100.setattr(torch.cuda, name, Mock(side_effect=error))
+    assert refused(pick_device, device).startswith(f"device='{device}': {said}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def mac(monkeypatch):
         monkeypatch.setattr(torch.mps, name, lambda name=name, answer=answer: mps.asked.append(name) or answer)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
-    monkeypatch.setattr(fit, "available_on_host", failing("macOS has no /proc", OSError))
+    monkeypatch.setattr(fit, "available_on_host", Mock(side_effect=OSError("macOS has no /proc")))
     return mps
 
 
@@ -163,8 +163,7 @@ def test_a_budget_on_mps_is_a_share_of_what_metal_recommends(mac):
     assert "teacher_device" in fit.ladder(replace(settings, teacher="t"), "cuda", 3, 5)
     steps = fit.ladder(replace(settings, teacher="t"), "mps", 3, 5)
     assert not {"reference", "teacher_device", "optimizer_device", "grad_offload", "activation_offload"} & steps.keys()
-    shape = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, eval_prompts=0)
-    prepared = prepare(GRPOSettings(**shape, memory_budget_gb="auto"))
+    prepared = prepare(GRPOSettings(**SMALL, memory_budget_gb="auto"))
     said = []
     fit.apply(DryRun(prepared, grpo.iterate), with_dtype(prepared.settings, "mps"), torch.device("mps"), said.append)
     assert said[-1].startswith("planned: peak_gib=0.0")
@@ -177,8 +176,7 @@ def test_the_mps_that_auto_chose_refuses_what_it_cannot_do(mac):
 
 
 def test_any_machine_plans_for_mps(capsys):
-    shape = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, eval_prompts=0)
-    training.loop.run(prepare(GRPOSettings(**shape, device="mps", plan=True)), "GRPO", grpo.iterate)
+    training.loop.run(prepare(GRPOSettings(**SMALL, device="mps", plan=True)), "GRPO", grpo.iterate)
     said = capsys.readouterr()
     assert "planned for mps" in said.err + said.out and "warning" not in said.err
 

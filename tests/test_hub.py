@@ -63,19 +63,14 @@ def prepared_by(*words):
     return prepare(settings, given)
 
 
-def init_from():
-    """-> init_from of the run, as its checkpoint has it."""
-    return read_state(newest("out/run"))["settings"]["init_from"]
-
-
 def test_a_run_keeps_its_commit(cache, folders):
     grpo.main(prepared_by("--beta=0.1"))
-    assert init_from() == json.loads(Path("out/run/settings.json").read_text())["init_from"] == f"{NAME}@{OLD}"
+    assert json.loads(Path("out/run/settings.json").read_text())["init_from"] == f"{NAME}@{OLD}"
     put(cache, folders[NEW], NEW)
     resumed = prepared_by("--beta=0.1", "--max_iters=2")
     assert resumed.origin.path.name == OLD  # the reference
     grpo.main(resumed)
-    assert init_from() == f"{NAME}@{OLD}"
+    assert read_state(newest("out/run"))["settings"]["init_from"] == f"{NAME}@{OLD}"
     for name, commit in ((NAME, NEW), (f"{NAME}@{OLD}", OLD), (f"{NAME}@main", NEW)):
         other = prepared_by("--out_dir=out/other", f"--init_from={name}")
         assert (other.settings.init_from, other.origin.path.name) == (f"{NAME}@{commit}", commit)
@@ -86,21 +81,8 @@ def test_a_run_keeps_its_commit(cache, folders):
     assert prepared_by("--beta=0", "--max_iters=3").settings.init_from == f"{NAME}@{OLD}"
 
 
-def test_adapters_find_their_base_in_another_cache(cache, folders, monkeypatch):
-    grpo.main(prepared_by("--lora_rank=2"))
-    put(cache, folders[NEW], NEW)
-    weights = load_run("out/run", "cpu").model.state_dict()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache.rename("moved")))
-    again = load_run("out/run", "cpu").model.state_dict()
-    assert all(again[name].equal(weight) for name, weight in weights.items())
-    assert prepared_by("--lora_rank=2").origin.path.parts[-4:] == ("moved", "models--tiny--model", "snapshots", OLD)
-    shutil.rmtree("moved")
-    with pytest.raises(SnugError, match=f"{NAME}@{OLD}: is no folder here, and the hub does not give it"):
-        load_run("out/run", "cpu")
-
-
-def test_exported_adapters_are_for_the_commit_of_their_base(cache, folders):
-    """Also once the branch has another."""
+def test_adapters_are_for_the_commit_of_their_base(cache, folders, monkeypatch):
+    """Also once the branch has another, and in another cache."""
     grpo.main(prepared_by("--lora_rank=2"))
     put(cache, folders[NEW], NEW)
     export.main(ExportSettings(to="adapters", adapters=True), "out/run")
@@ -110,6 +92,14 @@ def test_exported_adapters_are_for_the_commit_of_their_base(cache, folders):
     assert find_base(file.parent)[0].name == OLD
     file.write_text(json.dumps(config | dict(revision=None)))
     assert find_base(file.parent)[0].name == NEW
+    weights = load_run("out/run", "cpu").model.state_dict()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache.rename("moved")))
+    again = load_run("out/run", "cpu").model.state_dict()
+    assert all(again[name].equal(weight) for name, weight in weights.items())
+    assert prepared_by("--lora_rank=2").origin.path.parts[-4:] == ("moved", "models--tiny--model", "snapshots", OLD)
+    shutil.rmtree("moved")
+    with pytest.raises(SnugError, match=f"{NAME}@{OLD}: is no folder here, and the hub does not give it"):
+        load_run("out/run", "cpu")
 
 
 def test_the_commands_write_nothing_into_the_cache(cache, capsys):

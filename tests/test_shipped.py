@@ -7,6 +7,7 @@ made by the command that makes it in the texts.
 
 import glob
 import gzip
+import importlib
 import json
 import os
 import re
@@ -112,13 +113,18 @@ def test_the_texts_have_commands_of_every_kind():
 # A user's folder
 
 
-def python_blocks(text):
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
 def block_with(document, words):
     """The block of Python in a document that defines this."""
-    return next(block for block in python_blocks((HOME / document).read_text()) if words in block)
+    blocks = re.findall(r"```python\n(.*?)```", (HOME / document).read_text(), re.DOTALL)
+    return next(block for block in blocks if words in block)
+
+
+MODULES = {  # the user's: where the texts have them
+    "my_rewards": ("README.md", "def short("),
+    "my_tools": ("docs/tools.md", "def search("),
+    "my_game": ("docs/tools.md", "class Game"),
+    "my_losses": ("docs/algorithm.md", "def tight("),
+}
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +143,8 @@ def work(tmp_path_factory):
     (folder / "mbpp.jsonl").write_text(json.dumps(MBPP))
     rows = [f'{{"prompt": "What is {a} + 3?", "answer": {a + 3}}}\n' for a in range(60)]
     (folder / "prompts.jsonl").write_text("".join(rows))
-    (folder / "my_rewards.py").write_text(block_with("README.md", "def short("))
-    (folder / "my_tools.py").write_text(block_with("docs/tools.md", "def search("))
-    (folder / "my_game.py").write_text(block_with("docs/tools.md", "class Game"))
-    (folder / "my_losses.py").write_text(block_with("docs/algorithm.md", "def tight("))
+    for name, place in MODULES.items():
+        (folder / f"{name}.py").write_text(block_with(*place))
     return folder
 
 
@@ -152,7 +156,7 @@ def there(work, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield work
-    for name in ("my_rewards", "my_tools", "my_game", "my_losses"):
+    for name in MODULES:
         sys.modules.pop(name, None)
     shutil.rmtree(work / "out", ignore_errors=True)  # so that the order of the tests does not matter
 
@@ -194,7 +198,7 @@ def run(line, monkeypatch):
     words = [each for word in words for each in sorted(glob.glob(word)) or [word]]
     for word in words:
         if word.endswith(".gguf") and not os.path.exists(word):
-            write_gguf(word)
+            importlib.import_module("helpers.gguf_files").write(word)
         elif word.startswith("--to="):
             shutil.rmtree(word.removeprefix("--to="), ignore_errors=True)
     monkeypatch.setattr(sys, "argv", [script, *words, *last_words(script, words)])
@@ -204,12 +208,6 @@ def run(line, monkeypatch):
     except SystemExit as end:
         return end.code or 0
     return 0
-
-
-def write_gguf(name):
-    from helpers.gguf_files import write
-
-    write(name)
 
 
 def need(place, monkeypatch):
@@ -300,7 +298,7 @@ def test_the_plan_of_a_config_for_a_gpu_is_what_the_texts_say(config, there, mon
 
 def test_the_readmes_python_trains_samples_and_evaluates(there, monkeypatch, capsys):
     others = ", ".join(f'{{"prompt": "What is {a} + 3?"}}' for a in range(60))
-    text, names = block_with("README.md", "from grpo import train").replace("…", others), {}
+    names = {}
     exec(block_with("README.md", "def short("), names)
-    exec(text, names)
+    exec(block_with("README.md", "from grpo import train").replace("…", others), names)
     assert names["run"].finished and len(names["run"].log) == 1
