@@ -14,7 +14,7 @@ import zipfile
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-OPEN = {
+FILES = {
     "open": "result = open(secret).read()",
     "a relative path": "result = open(secret[1:]).read()",
     "dots behind a folder of Python": "result = open(os.path.dirname(inside) + '/..' * 20 + secret).read()",
@@ -45,8 +45,7 @@ OPEN = {
     "a thread": "import threading\nout = []\nt = threading.Thread(target=lambda: out.append(open(secret).read()))\nt.start(); t.join()\nresult = out",
     "mmap": "import mmap\nresult = mmap.mmap(os.open(secret, 0), 0, prot=mmap.PROT_READ)[:]",
     "sendfile": "r, w = os.pipe()\nos.sendfile(w, os.open(secret, 0), 0, 100)\nresult = os.read(r, 100)",
-}
-LIBRARY = {
+    # the library
     "pathlib": "import pathlib\nresult = pathlib.Path(secret).read_text()",
     "sqlite3": "import sqlite3\nresult = list(sqlite3.connect(f'file:{folder}/secret.db?mode=ro&immutable=1', uri=True).execute('select * from t'))",
     "a pickle that opens": "import pickle\nclass A:\n __reduce__ = lambda _: (open, (secret,))\nresult = pickle.loads(pickle.dumps(A())).read()",
@@ -56,15 +55,13 @@ LIBRARY = {
     "zipimport": "sys.path.append(folder + '/secret.zip')\nimport zipped\nresult = zipped.ANSWER",
     "a traceback": "import traceback\ntry: exec(compile('1/0', secret, 'exec'))\nexcept ZeroDivisionError: result = traceback.format_exc()",
     "a syntax error": "try: compile('return', secret, 'exec')\nexcept SyntaxError as error: result = error.text",
-}
-NAMES = {
+    # names in a folder
     "os.listdir": "result = os.listdir(folder)",
     "os.listdir of a number": "result = os.listdir(os.open(folder, 0))",
     "os.listdir of bytes": "result = os.listdir(folder.encode())",
     "os.scandir": "result = [entry.name for entry in os.scandir(folder)]",
     "an importer": "from importlib.machinery import FileFinder, SourceFileLoader\nf = FileFinder(folder, (SourceFileLoader, ['.py']))\nf.find_spec('x')\nresult = f._path_cache",
-}
-PROCESSES = {
+    # other processes and functions of C
     "a program": "import subprocess\nresult = subprocess.run(['/bin/cat', secret], capture_output=True).stdout",
     "a shell": "result = os.popen(f'cat {secret}').read()",
     "a fork": "r, w = os.pipe()\nif os.fork() == 0:\n os.write(w, open(secret, 'rb').read())\n os._exit(0)\nresult = os.read(r, 100)",
@@ -99,7 +96,7 @@ MISSED = {  # C code opens the file, and Python announces nothing
     "certificates": "import ssl\nc = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)\nc.load_verify_locations('/etc/ssl/certs/ca-certificates.crt')\nresult = c.get_ca_certs()[0]",
     "a program that is not announced": "import subprocess\nsys.audit = lambda *_: None\nresult = subprocess.run(['/bin/cat', secret], capture_output=True).stdout",
 }
-ATTACKS = OPEN | LIBRARY | NAMES | PROCESSES | ALWAYS | PROC | MISSED
+ATTACKS = FILES | ALWAYS | PROC | MISSED
 ELSEWHERE = MISSED.keys() | {"dots behind a link of Python", "files"}  # a module, a link or a right of root
 
 ANSWER, HEAP, HIDDEN = "the-answer-is-42", "only-in-memory", "a-name-that-no-code-has"

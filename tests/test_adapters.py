@@ -28,16 +28,14 @@ from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
 from snug.tokenizer import get_tokenizer
 
-QWEN = dict(qk_norm=False, proj_bias=False)
 TOKENS = torch.arange(20)[None]
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-ALL = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_base(folder, shape="llama", **changes):
-    options = QWEN | dict(vocab_size=257) if shape == "llama" else dict(vocab_size=257)
-    save_pretrained(make_model(shape, **options | changes).cpu(), folder, get_tokenizer("bytes"))
+    of_qwen = dict(qk_norm=False, proj_bias=False) if shape == "llama" else {}
+    save_pretrained(make_model(shape, vocab_size=257, **of_qwen | changes).cpu(), folder, get_tokenizer("bytes"))
     return folder
 
 
@@ -84,18 +82,15 @@ def logits_of(model):
     return model.logits(model(TOKENS)).detach()
 
 
-ROUND_TRIPS = {"gpt2": ("gpt2", []), "half": ("llama", ["--lora_target_modules=qkv,down"])}
-
-
-@pytest.mark.parametrize("case", ROUND_TRIPS)
-def test_what_snug_wrote_is_read(case, tmp_path, varied_rewards):
-    """In float64 the logits are those of the run's own model, its adapters merged."""
-    shape, options = ROUND_TRIPS[case]
-    base = make_base(tmp_path / "base", shape)
+@pytest.mark.parametrize("shape, options", [("gpt2", []), ("llama", ["--lora_target_modules=qkv,down"])])
+def test_what_snug_wrote_is_read(shape, options, tmp_path, varied_rewards):
+    """In float64 the logits are those of the run's own model, its adapters merged. The base's folder is named whole."""
+    base = make_base(tmp_path / "mine@home/base", shape)
     run_grpo(base, tmp_path / "run", *LORA, *options, "--reward_funcs=lora_rewards:varied")
     export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert config["fan_in_fan_out"] == (shape == "gpt2")
+    assert (config["base_model_name_or_path"], config["revision"]) == (str(base), None)
     run = load_run(tmp_path / "run", "cpu").model
     assert all(module.lora_B.any() for module in lora.adapted(run))
     ours = load_run(tmp_path / "peft", "cpu").model
@@ -141,7 +136,7 @@ def test_the_sum_is_rounded_once(tmp_path):
 def test_loading_holds_no_second_model(tmp_path):
     shape = dict(n_layer=8, n_embd=256, n_head=4)
     base = make_base(tmp_path / "base", **shape)
-    adapters = make_adapters(tmp_path / "peft", base, *ALL)
+    adapters = make_adapters(tmp_path / "peft", base, "_proj")
     whole = sum(tensor.nbytes for tensor in load_file(base / "model.safetensors").values())
     gc.collect()
     with MemoryMeter("cpu") as meter:
@@ -187,16 +182,9 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "1 tensors have no place in the base, such as base_model.model.model.embed_tokens.lora_emb": add(
         "model.embed_tokens.lora_embedding_A"
     ),
-    "1 tensors have no place in the base, such as base_model.model.model.layers.9.": add(
-        "model.layers.9.mlp.up_proj.lora_A.weight"
-    ),
-    "1 tensors have no place in the base, such as base_model.model.model.layers.1.self_attn.k_proj.lora_B": add(
-        "model.layers.1.self_attn.k_proj.lora_B.weight"
-    ),
     f"1 tensors have no place in the base, such as {MODULE}A.weight": tensor(B=None),
     f"1 tensors have no place in the base, such as {MODULE}B.weight": tensor(A=None),
     f"{MODULE}A.weight is torch.float32 (3, 32), but r=4": tensor(A=torch.ones(3, 32)),
-    "layers.0.self_attn.q_proj.weight cannot be read (RuntimeError: output": tensor(B=torch.ones(1, 32, 4)),
     "q_proj.weight cannot be read (RuntimeError": tensor(B=torch.ones(16, 4)),
     f"{MODULE}A.weight is torch.int8 (4, 32), but r=4": tensor(
         A=torch.ones(4, 32, dtype=torch.int8), B=torch.ones(32, 4, dtype=torch.int8)
@@ -218,14 +206,6 @@ def test_what_would_load_wrongly_is_one_line(said, tmp_path):
     assert said in refused(load_run, adapters, "cpu")
 
 
-def test_a_base_in_a_folder_with_an_at_sign_is_named_whole(tmp_path):
-    base = make_base(tmp_path / "mine@home" / "base")
-    run_grpo(base, tmp_path / "run", *LORA)
-    export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
-    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["revision"]) == (str(base), None)
-
-
 def test_damaged_folders_are_one_line(tmp_path):
     base = make_base(tmp_path / "base", tie_embeddings=True)
     adapters = make_adapters(tmp_path / "peft", base, "q_proj")
@@ -235,10 +215,6 @@ def test_damaged_folders_are_one_line(tmp_path):
         config.write_text(text)
         with pytest.raises(SnugError, match="adapter_config.json: cannot be read"):
             find_run(adapters)
-    config.write_text(before)
-    change(adapters, base_model_name_or_path=str(make_base(tmp_path / "wider", n_embd=64, tie_embeddings=True)))
-    with pytest.raises(SnugError, match="q_proj.weight cannot be read .RuntimeError"):
-        load_run(adapters, "cpu")
     config.write_text(before)
     file.write_bytes(file.read_bytes()[:-100])
     for _ in range(2):

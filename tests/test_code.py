@@ -25,7 +25,8 @@ from snug.sandbox import of_thread
 OWN = dict(prompt=HEAD, tests=["assert f(1) == 2", "assert f(half(4)) == 3"], canonical_solution=BODY)
 IN_WORDS = dict(prompt="Write f, which adds one.", tests=["assert f(1) == 2", "assert set([f(4)]) == {5}"])
 IN_WORDS["canonical_solution"] = MBPP["code"]
-ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, own=OWN, in_words=IN_WORDS)
+SIGNATURE = dict(prompt="def f(x):\n", tests=OWN["tests"][:1] + IN_WORDS["tests"][1:], canonical_solution=BODY)
+ROWS = dict(human_eval=HUMAN_EVAL, mbpp=MBPP, own=OWN, in_words=IN_WORDS, signature=SIGNATURE)
 
 
 def task_of(path, cls=GRPOSettings, **options):
@@ -46,7 +47,8 @@ def rewards(task, row, completions):
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_solution_passes_and_another_does_not(tmp_path, kind, chat):
-    """The solution is the task's own demonstration, so SFT learns what GRPO rewards."""
+    """The solution is the task's own demonstration, so SFT learns what GRPO rewards. A signature alone, which does not
+    parse, is code because with a body it would."""
     task = task_of(written(tmp_path, [ROWS[kind]] * 2), chat=chat)
     [row] = task.prompts("train", [0])
     right = task.demonstration(row, None)
@@ -85,9 +87,6 @@ def test_humaneval_counts_the_asserts_that_can_fail(tmp_path):
     assert rewards(task_of(task.file, code_reward="all"), row, bodies)[0] == [1, 0, 0, 0]
 
 
-SIGNATURE = dict(prompt="def f(x):\n", tests=OWN["tests"][:1] + IN_WORDS["tests"][1:])
-
-
 def right(program):
     """Is it, executed here?"""
     namespace = {"__name__": "program"}
@@ -120,15 +119,6 @@ def test_without_chat_a_function_ends_before_the_next_statement(tmp_path, more):
     task = task_of(written(tmp_path, [OWN]))
     [row] = task.prompts("train", [0])
     assert rewards(task, row, [f"    y = x\n\n    # one more\n    return y + 1{more}"])[0] == [1]
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_signature_alone_is_code(tmp_path, chat):
-    """Its prompt does not parse, but with a body it would."""
-    task = task_of(written(tmp_path, [dict(prompt="def f(x):\n", tests=["assert f(1) == 2"])]), chat=chat)
-    [row] = task.prompts("train", [0])
-    completions = [f"```\n{GOOD}```", f"```\n{BODY}```"] + ["  return x + 1"] * (not chat)
-    assert rewards(task, row, completions)[0] == [1] * len(completions)
 
 
 def test_what_tests_call_is_what_nobody_defines():
@@ -252,12 +242,26 @@ def judged(program, tests=("assert f(1) == 2", "assert f(5) == 6"), seconds=5.0)
     return judge(program, "", ["f"], list(tests), seconds)
 
 
-def test_no_test_that_is_only_defined_and_no_failure_is_a_pass():
-    only_defined = ["def same(a, b):\n    assert a == b", "same(f(1), 2)"]
-    assert judged(BAD, [*only_defined, "assert f(0) == 0"])["passed"] == 0
-    assert judged(GOOD, ["assert f(1) == 2", "y = 1 / 0", "assert f(2) == 3"])["passed"] == 1 / 3
-    assert judged("def f(x): raise StopIteration", ["assert all(map(f, [1, 2]))"])["passed"] == 0
-    assert judged("def f(x): return 10**5000 if x == 1 else x + 1")["passed"] == 1 / 2
+ENDLESS = "def f(x):\n    while x < 0: pass\n    return x + 1"
+
+
+@pytest.mark.parametrize(
+    "program, tests, passed",
+    [
+        (BAD, ["def same(a, b):\n    assert a == b", "same(f(1), 2)", "assert f(0) == 0"], 0),  # only defined
+        (GOOD, ["assert f(1) == 2", "y = 1 / 0", "assert f(2) == 3"], 1 / 3),
+        (GOOD, ["assert f(1) == 2", "while f(1): pass\nassert f(3) == 4"], 1 / 2),
+        (GOOD, ["assert f(1) == 2", "f(1); import os; os._exit(0); assert f(3) == 4"], 1 / 2),
+        (ENDLESS, ["assert f(1) == 2", "assert f(-1) == 0", "assert f(2) == 3"], 1 / 3),
+        ("def f(x): raise StopIteration", ["assert all(map(f, [1, 2]))", "assert list(map(f, [1])) == []"], 0),
+        ("def f(x): return 10**5000 if x == 1 else x + 1", ["assert f(1) == 2", "assert f(5) == 6"], 1 / 2),
+        ("def f(x): return x", ["assert f('x' * 10**6) == 'x' * 10**6", "assert f(b'ab') == b'ab'"], 1),
+    ],
+)
+def test_no_failure_is_a_pass_and_what_was_passed_stays(program, tests, passed):
+    verdict = judged(program, tests, 2.0)
+    assert verdict["passed"] == passed
+    assert program != ENDLESS or verdict["error"] == "took longer than 2 seconds"
 
 
 def test_an_answer_that_json_reads_and_does_not_write():
@@ -303,12 +307,6 @@ def test_a_test_that_expects_an_error_is_not_passed_by_what_is_no_answer(test):
     assert judged(f"{FIRST}    raise ValueError", tests)["passed"] == expected
 
 
-def test_an_endless_call_ends_the_tests():
-    tests = ["assert f(1) == 2", EXPECTING[0], "assert f(2) == 3"]
-    verdict = judged(f"{FIRST}    while True: pass", tests, 2.0)
-    assert verdict["passed"] == 1 / 3 and verdict["error"] == "took longer than 2 seconds"
-
-
 def test_a_missing_function_is_a_name_error_that_no_test_gets_around():
     other = "def g(x): return x + 1"
     names = ["f", "g"]
@@ -326,10 +324,6 @@ def test_too_long_an_argument_costs_one_test():
     )
     assert verdict["passed"] == 3 / 6
     assert verdict["error"].startswith("ValueError: a value is longer than 1,048,576 bytes of JSON in assert f(['x'")
-    assert (
-        judged("def f(x): return x", ["assert f('x' * 10**6) == 'x' * 10**6", "assert f(b'ab') == b'ab'"])["passed"]
-        == 1
-    )
 
 
 ERRORS = {
@@ -362,18 +356,10 @@ def test_errors_arrive_with_their_classes_and_arguments():
     assert verdict["error"] == "" and verdict["passed"] == 1
 
 
-def test_a_stop_iteration_ends_no_loop_of_a_test():
+def test_a_stop_iteration_in_setup_is_seen():
     program = "def f(x): raise StopIteration"
-    assert judged(program, ["assert all(map(f, [1, 2]))", "assert list(map(f, [1])) == []"])["passed"] == 0
     helper = "def stops(function):\n    try:\n        function(1)\n    except StopIteration:\n        return True"
     assert judge(program, helper, ["f"], ["assert stops(f)"], 5.0)["passed"] == 1
-
-
-def test_a_lost_process_of_tests_keeps_what_was_passed():
-    tests = ["assert f(1) == 2", "while f(1): pass\nassert f(3) == 4"]
-    assert judged(GOOD, tests, 1.0)["passed"] == 1 / 2
-    tests = ["assert f(1) == 2", "f(1); import os; os._exit(0); assert f(3) == 4"]
-    assert judged(GOOD, tests)["passed"] == 1 / 2
 
 
 def test_a_killed_process_costs_one_verdict():

@@ -43,13 +43,6 @@ def test_bad_input_is_one_line_and_exit_code_2(line, message):
     assert out == "torch imported: False\n"
 
 
-def test_commands_work_from_any_folder(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run = [sys.executable, HOME / "grpo.py", "config/grpo_small.py", "--n_embd=65"]  # refused after the config is read
-    result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.startswith("error: n_embd=65, but ")
-
-
 def test_what_configs_name_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepared = prepare(*read_settings(GRPOSettings, ["config/grpo_small.py"])[:2])

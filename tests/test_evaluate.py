@@ -96,14 +96,6 @@ def test_wilson_is_where_the_normal_test_turns():
 # A model that is asked. Its 16 tokens are hexadecimal digits; 3 ends a completion.
 
 
-def with_prompts(change, **options):
-    """hex_run whose task changes its list of rows."""
-    model, prepared, options = hex_run(**options)
-    real = prepared.task.prompts
-    prepared.task.prompts = lambda split, numbers: change(real(split, numbers))
-    return model, prepared, options
-
-
 def recomputed(samples, n):
     """Samples as they are in the file -> every score, by enumeration."""
     groups = [samples[i : i + n + 1] for i in range(0, len(samples), n + 1)]
@@ -183,8 +175,9 @@ def test_the_command_decodes_more_completions_at_a_time_than_a_small_run(monkeyp
 
 def test_repeated_prompts_make_no_interval_narrower():
     """Their prompts are messages: neither text nor what a set takes."""
-    repeated = lambda rows: [row | {"prompt": [row["prompt"]]} for row in rows[:4]] * 5  # noqa: E731
-    model, prepared, options = with_prompts(repeated, P=20, num_samples=2)
+    model, prepared, options = hex_run(P=20, num_samples=2)
+    four = [row | {"prompt": [row["prompt"]]} for row in prepared.task.prompts("test", range(4))]
+    prepared.task.prompts = lambda split, numbers: four * 5
     encode = prepared.tokenizer.encode_prompt
     prepared.tokenizer.encode_prompt = lambda prompt: encode(prompt[0])
     summary, _ = run_evaluation(model, prepared, options)

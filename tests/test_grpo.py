@@ -151,19 +151,6 @@ def run(settings):
     grpo.main(prepared)
 
 
-def check_sample(sample, settings):
-    names = (
-        "iter group prompt completion reward rewards columns advantage stopped tokens logprobs ref_logprobs entropies"
-    )
-    assert sorted(sample) == sorted(names.split()) and sample["group"] == 0
-    assert list(sample["rewards"].values()) == [pytest.approx(sample["reward"])] and "answer" in sample["columns"]
-    figures = [sample[name] for name in ("logprobs", "ref_logprobs", "entropies")]
-    assert {len(values) for values in figures} == {len(sample["tokens"])} <= set(range(1, settings.max_new_tokens + 1))
-    assert "".join(sample["tokens"][: len(sample["tokens"]) - sample["stopped"]]) == sample["completion"]
-    if sample["iter"] == 0:  # the policy is the reference
-        assert sample["logprobs"] == pytest.approx(sample["ref_logprobs"], abs=2e-4)
-
-
 LOGGED = """iter reward_mean reward_std frac_reward_zero_std loss kl entropy clip_fraction grad_norm learning_rate completion_length_mean
 truncated_fraction logprob_diff_mean logprob_diff_max tokens_per_second time_rollout_s time_reward_s time_reference_s time_train_s
 time_optimizer_s mem_alloc_mb mem_reserved_mb mem_max_alloc_mb mem_max_alloc_mb_rollout mem_max_alloc_mb_train
@@ -200,8 +187,17 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert {"pass_at_1", "pass_at_1_sampled"} <= set(records[3]) and "before/pass_at_1" not in records[3]
     samples = [json.loads(line) for line in (tmp_path / "grpo/samples.jsonl").read_text().splitlines()]
     assert [sample["iter"] for sample in samples] == [i for i in range(4) for _ in range(settings.group_size)]
+    names = (
+        "iter group prompt completion reward rewards columns advantage stopped tokens logprobs ref_logprobs entropies"
+    )
     for sample in samples:
-        check_sample(sample, settings)
+        assert sorted(sample) == sorted(names.split()) and sample["group"] == 0
+        assert list(sample["rewards"].values()) == [pytest.approx(sample["reward"])] and "answer" in sample["columns"]
+        lengths = {len(sample[name]) for name in ("logprobs", "ref_logprobs", "entropies")}
+        assert lengths == {len(sample["tokens"])} <= set(range(1, settings.max_new_tokens + 1))
+        assert "".join(sample["tokens"][: len(sample["tokens"]) - sample["stopped"]]) == sample["completion"]
+        if sample["iter"] == 0:  # the policy is the reference
+            assert sample["logprobs"] == pytest.approx(sample["ref_logprobs"], abs=2e-4)
     memory = [line for line in (tmp_path / "grpo/log.txt").read_text().splitlines() if line.startswith("[MEM]")]
     assert memory[0].startswith("[MEM] after init: current=")
     for phase in ("rollout", "reward", "reference", "train", "optimizer", "eval"):
@@ -315,29 +311,10 @@ def test_log_probs_of_trainer_and_reference_are_the_plain_ones(temperature):
 # Memory: the promise, on a CPU, by the meter
 
 
-def peaks(tmp_path, name, sft_too=True, **changes):
-    """The records of SFT's iterations, and of GRPO's on its model with the same options; or only of GRPO's.
-
-    A group of 8 completions of 18 tokens has 10 + 8 * 17 = 146 in the row, as SFT's sequence below.
-    """
-    common = dict(
-        digits=4, n_layer=2, n_embd=64, block_size=146, device=DEVICE, eval_prompts=0, save_interval=0, max_iters=2
-    )
-    common |= dict(max_tokens_per_micro_batch=14 * 146, dtype="float32")
-    sft = SFTSettings(**common, out_dir=str(tmp_path / f"sft_{name}"), batch_size=28)
-    options = dict(out_dir=str(tmp_path / f"grpo_{name}"), init_from=sft.out_dir, batch_size=28, group_size=8)
-    if not sft_too:
-        options["init_from"] = ""
-    elif not (tmp_path / f"sft_{name}").exists():
-        train_sft.main(prepare(sft))
-    settings = GRPOSettings(**common | options | dict(max_new_tokens=18) | changes)
-    run(settings)
-    return read_log(sft.out_dir)[1:] if sft_too else [], read_log(settings.out_dir)[1:]
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
 def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
-    """At as many tokens in a row, and as many that are learned: 3 + 144 of a sequence, 10 + 8 * 18 of a group.
+    """At as many tokens in a row, and as many that are learned: 3 + 144 of a sequence, 10 + 8 * 18 of a group, which has
+    10 + 8 * 17 = 146 in the row.
 
     Peak of a whole GRPO iteration <= SFT's + the rollouts' bytes + 1 %; a resident reference adds its weights.
     """
@@ -353,14 +330,21 @@ def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo, "rollout_metrics", measured)
     policy = make_model("gpt2", vocab_size=257, n_embd=64, block_size=146, bias=False)
+    common = dict(digits=4, n_layer=2, n_embd=64, block_size=146, batch_size=28, max_tokens_per_micro_batch=14 * 146)
+    common |= dict(dtype="float32", device=DEVICE, eval_prompts=0, save_interval=0, max_iters=2)
+    sft = SFTSettings(**common, out_dir=str(tmp_path / "sft"))
+    train_sft.main(prepare(sft))
+    of_sft = read_log(sft.out_dir)[1]["mem_max_alloc_mb"]
     for changes in (dict(beta=0.0), dict(beta=0.04, reference="host"), dict(beta=0.04)):
-        sft, run = peaks(tmp_path, "a", **changes)
+        options = dict(out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir, group_size=8, max_new_tokens=18)
+        run(GRPOSettings(**common | options | changes))
+        records = read_log(tmp_path / "grpo")[1:]
         resident = tensor_bytes(policy.parameters()) / MIB * (changes == dict(beta=0.04))
-        of_sft, of_grpo = sft[0]["mem_max_alloc_mb"], run[0]["mem_max_alloc_mb"]
+        of_grpo = records[0]["mem_max_alloc_mb"]
         print(f"{changes}: SFT {of_sft}, rollouts {max(sizes) / MIB:.3f}, GRPO {of_grpo}")
         assert of_grpo <= 1.01 * (of_sft + resident + max(sizes) / MIB)
         assert of_grpo >= 0.9 * of_sft  # both were measured
-        for record in run:  # nothing of the rollout is left but its small tensors; gradients are gone
+        for record in records:  # nothing of the rollout is left but its small tensors; gradients are gone
             assert record["mem_max_alloc_mb_reward"] <= record["mem_alloc_mb"] + max(sizes) / MIB + 0.1
 
 

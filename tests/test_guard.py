@@ -21,19 +21,11 @@ from training.optimizer import gradients_of
 
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 # what is poisoned, which part of it, and with what
-PLACES = [
-    ("loss", "", "nan"),
-    ("advantages", "", "inf"),
-    ("ref_logprobs", "", "nan"),
-    ("sampling_logprobs", "", "-inf"),
-]
+PLACES = [("loss", "", "nan"), ("advantages", "", "inf"), ("ref_logprobs", "", "nan")]
+PLACES += [("sampling_logprobs", "", "-inf")]
 PLACES += [("reward", "", "nan"), ("gradient", "embedding.weight", "inf"), ("train", "norm", "inf")]
 PLACES += [("rollout", "blocks.1.mlp", "-inf"), ("logits", "rollout", "inf"), ("logits", "train", "nan")]
 PLACES += [("reference", "blocks.1.mlp", "inf")]
-
-
-def rewards(prompts, completions, **columns):
-    return [sum(map(ord, c)) % 7 / 7 for c in completions]
 
 
 class Poison:
@@ -101,7 +93,7 @@ class Poison:
         return self.originals["optimizer_step"](model, optimizer, *arguments)
 
     def reward(self, prompts, completions, **columns):
-        answer = rewards(prompts, completions)
+        answer = [sum(map(ord, c)) % 7 / 7 for c in completions]
         return [self.value, *answer[1:]] if self.here("reward") else answer
 
 

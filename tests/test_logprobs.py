@@ -128,20 +128,15 @@ def test_extreme_logits_stay_finite():
 # head_loss: one visit, and where the weight's gradient goes.
 
 
-def clipped_loss(hidden, advantages):
-    """Not linear in the log-probs, as PPO's is not, so that a coefficient depends on its own log-prob."""
+@pytest.mark.parametrize("chunk_size", [1, 10, None])
+def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
+    """One that is not linear in the log-probs, as PPO's is not, so that a coefficient depends on its own log-prob."""
+    hidden, weight, targets, advantages = make_head(29, 8, 67)
 
     def token_loss(logprobs, rows):
         ratio = torch.exp(logprobs + 3)
-        return -torch.min(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows]).sum() / len(hidden)
+        return -torch.min(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows]).sum() / 29
 
-    return token_loss
-
-
-@pytest.mark.parametrize("chunk_size", [1, 10, None])
-def test_head_loss_is_head_logprobs_and_a_loss(chunk_size):
-    hidden, weight, targets, advantages = make_head(29, 8, 67)
-    token_loss = clipped_loss(hidden, advantages)
     expected = token_loss(head_logprobs(hidden, weight, targets, 0.7), slice(None))
     expected.backward()
     dhidden, dweight = hidden.grad, weight.grad
@@ -260,17 +255,6 @@ def test_bfloat16_products(autocast):
 # Memory: what is saved, what is alive.
 
 
-def meter_peak(function, *existing):
-    """Most bytes of new tensors alive at once, by the project's meter."""
-    gc.collect()
-    with LiveBytes() as live:
-        for tensor in existing:
-            live.follow(tensor)
-        before = live.current
-        function()
-        return live.peak - before
-
-
 def head_loss_backward(hidden, weight, targets, **options):
     head_loss(hidden, weight, targets, lambda q, rows: q.exp().sum(), **options)[0].backward()
 
@@ -305,9 +289,13 @@ def test_extra_bytes(function, M, frozen, options, extra):
     chunk = chunk_rows * V * 4
     bound = chunk + 8 * chunk_rows * C + 4 * M * C + 48 * M + 2**16
     assert chunk <= MIB and bound < 4 * M * V
-    held = [x for x in (hidden, weight, weight.grad, targets) if x is not None]
-    bytes_alive = meter_peak(lambda: function(hidden, weight, targets, chunk_mb=chunk_mb, **options), *held)
-    assert chunk / 2 < bytes_alive <= bound + extra
+    gc.collect()
+    with LiveBytes() as live:
+        for tensor in (hidden, weight, targets, *([] if frozen else [weight.grad])):
+            live.follow(tensor)
+        before = live.current
+        function(hidden, weight, targets, chunk_mb=chunk_mb, **options)
+        assert chunk / 2 < live.peak - before <= bound + extra
 
 
 @plain_only

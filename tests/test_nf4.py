@@ -40,8 +40,6 @@ from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows
 from snug.tokenizer import get_tokenizer
 from training import frozen
 
-DATA = HOME / "tests/data"
-GOLDEN = DATA / "nf4.safetensors"
 FIELDS = Quantized._fields
 TARGETS = list(lora.TARGETS)
 
@@ -64,13 +62,8 @@ def their_quantize(weight):
     offset, numbers = state.absmax.mean(), theirs.create_dynamic_map()
     kernel = torch.ops.bitsandbytes.quantize_blockwise.default
     key = torch._C.DispatchKey.CompositeExplicitAutograd
-    return Quantized(
-        codes.flatten(), *swapped(kernel._op_dk(key, state.absmax - offset, numbers, 256), numbers), offset
-    )
-
-
-def swapped(pair, numbers):
-    return pair[0], numbers, pair[1]
+    scales, largest = kernel._op_dk(key, state.absmax - offset, numbers, 256)
+    return Quantized(codes.flatten(), scales, numbers, largest, offset)
 
 
 def weights_in(dtype, shape, seed=0):
@@ -88,7 +81,7 @@ def assert_same(ours, theirs):
 
 def test_the_numbers_are_bitsandbytes_own():
     """Without bitsandbytes: what it made of a matrix."""
-    golden = load_file(GOLDEN)
+    golden = load_file(HOME / "tests/data/nf4.safetensors")
     weight, theirs = golden["weight"], Quantized(*(golden[f"True.{name}"] for name in FIELDS))
     assert_same(quantize(weight), theirs)
     assert len(theirs.scales) > 256 and len(theirs.scales) % 256
@@ -344,17 +337,11 @@ def test_export_is_the_model_that_trained(sft, tmp_path, varied_rewards):
         assert (model.logits(model(tokens)) - expected).abs().max() > 1e-3
 
 
-PEFT_CASES = {
-    "gpt2, one c_proj": ("gpt2", ["--lora_target_modules=qkv,down"]),
-    "llama, half": ("llama", ["--lora_target_modules=qkv,up", "--base_dtype="]),
-}
-
-
 @pytest.mark.both
-@pytest.mark.parametrize("case", PEFT_CASES)
-def test_adapters_are_exported_as_peft_has_them(case, tmp_path, varied_rewards):
+@pytest.mark.parametrize("shape, targets, base_dtype", [("gpt2", "qkv,down", "nf4"), ("llama", "qkv,up", "")])
+def test_adapters_are_exported_as_peft_has_them(shape, targets, base_dtype, tmp_path, varied_rewards):
     """PEFT's logits beside the base, here dequantized; without PEFT: the products of A and B, matrix by matrix."""
-    shape, options = PEFT_CASES[case]
+    options = [f"--lora_target_modules={targets}", f"--base_dtype={base_dtype}"]
     base = make_model(shape, vocab_size=257, **dict(qk_norm=False, proj_bias=False) if shape == "llama" else {})
     save_pretrained(base, tmp_path / "base")
     get_tokenizer("bytes").save(tmp_path / "base")
@@ -367,7 +354,7 @@ def test_adapters_are_exported_as_peft_has_them(case, tmp_path, varied_rewards):
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
-    if case == "gpt2, one c_proj":
+    if shape == "gpt2":  # one c_proj of two
         assert config["target_modules"][:2] == ["transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj"]
     written = load_file(tmp_path / "peft/adapter_model.safetensors")
     for entry in entries(vars(model.config), "gpt2" if shape == "gpt2" else "qwen2"):

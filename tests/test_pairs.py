@@ -72,23 +72,21 @@ def samples_of(values, greedy=False, **more):
     return [dict(prompt=str(i), right=float(v)) | shared for i, row in enumerate(values) for v in row]
 
 
-def test_an_example_of_four_prompts():
-    row = compared([(0, 1), (0, 1), (1, 1), (1, 0)])
-    half = 1.959964 * math.sqrt((3 / 6 + 2 / 6 - (1 / 6) ** 2) / 6)  # Bonett and Price's, as they write it
-    expected = dict(a=0.5, b=0.75, low=1 / 6 - half, high=1 / 6 + half, p=1, up=2, down=1)
-    assert row == pytest.approx(expected)
-    assert verdict({"greedy right": row})[-1] == "no difference to see: greedy right, p = 1"
-
-
-def test_the_interval_counts_two_prompts_more_by_as_much_as_the_largest_difference():
-    """Differences of 1/2, 1/4, 1/4, 0; 1/2 and -1/2 beside them. Without a difference 1 and -1."""
-    row = compared([(0, 1 / 2), (1 / 4, 1 / 2), (1 / 2, 3 / 4), (1, 1)])
-    half = 1.959964 * math.sqrt((3 / 4 + 1 / 8) / 6 - 1 / 36) / math.sqrt(6)
-    expected = dict(a=7 / 16, b=11 / 16, low=1 / 6 - half, high=1 / 6 + half, p=2 / 8, up=3, down=0)
-    assert row == pytest.approx(expected)
-    row = compared([(0.1 + 0.2, 0.3)] * 6)  # not a difference
-    half = 1.959964 * math.sqrt(2 / 8) / math.sqrt(8)
-    assert row == pytest.approx(dict(a=0.3, b=0.3, low=-half, high=half, p=1, up=0, down=0))
+@pytest.mark.parametrize(
+    "prompts, mean, half, expected",
+    [  # half: Bonett and Price's, as they write it
+        ([(0, 1), (0, 1), (1, 1), (1, 0)], 1 / 6, (3 / 6 + 2 / 6 - 1 / 36) / 6, dict(a=0.5, b=0.75, p=1, up=2, down=1)),
+        (
+            [(0, 1 / 2), (1 / 4, 1 / 2), (1 / 2, 3 / 4), (1, 1)], 1 / 6, ((3 / 4 + 1 / 8) / 6 - 1 / 36) / 6,
+            dict(a=7 / 16, b=11 / 16, p=2 / 8, up=3, down=0),
+        ),
+        ([(0.1 + 0.2, 0.3)] * 6, 0, 2 / 8 / 8, dict(a=0.3, b=0.3, p=1, up=0, down=0)),  # not a difference
+    ],
+)  # fmt: skip
+def test_the_interval_counts_two_prompts_more_by_as_much_as_the_largest_difference(prompts, mean, half, expected):
+    """Of differences of 1/2, 1/4, 1/4, 0: 1/2 and -1/2 beside them. Without a difference 1 and -1."""
+    half = 1.959964 * math.sqrt(half)
+    assert compared(prompts) == pytest.approx(expected | dict(low=mean - half, high=mean + half))
 
 
 def test_a_prompt_that_is_repeated_counts_once():

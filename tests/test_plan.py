@@ -35,7 +35,6 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="exact bytes of the CPU meter; on CUDA bench/memory.py compares"
 )
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
-SMALL = dict(n_layer=1, batch_size=4, eval_prompts=0)
 BLOCK = dict(checkpoint_blocks="block", max_tokens_per_micro_batch=306)
 PROFILED = "sequence level"  # compared with PyTorch's profiler too, which is slow
 # 4-digit additions have prompts of 10 tokens, so a group takes 10 + 4 * 23 = 102 of the row. Micro-batches hold whole
@@ -122,10 +121,8 @@ def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypat
     assert least * planned_peak < measured < 1.02 * planned_peak
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) for name in ("all on the host", "entropy, importance, refilled")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["all on the host", "importance, refilled"])
 def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatch):
     """To the byte, in every phase and component."""
     prepared, settings = prepared_run(tmp_path, **(CONFIGS | RARE)[name] | dict(n_layer=5))
@@ -214,7 +211,7 @@ def test_fit_finds_the_fastest_options_wherever_it_begins(share, tmp_path, made_
 
 def test_a_budget_does_not_cut_what_depends_on_the_cut(tmp_path):
     """bnpo averages over each micro-batch."""
-    _, settings = prepared_run(tmp_path, **SMALL)
+    _, settings = prepared_run(tmp_path, n_layer=1, batch_size=4, eval_prompts=0)
     for loss, cut in (("dapo", True), ("bnpo", False)):
         steps = ladder(dataclasses.replace(settings, loss_type=loss), "cpu", 1, 1)
         assert ("max_tokens_per_micro_batch" in steps) == cut
@@ -255,17 +252,6 @@ def test_a_host_that_is_too_small_gets_nothing(tmp_path, monkeypatch, made_up):
         apply(dry_run(prepared), settings, torch.device("cpu"), print)
 
 
-def write_system(root, cgroup, folders):
-    """A system with 100,000 KiB free. folders: {folder of a cgroup: {file: text}}."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemTotal: 200000 kB\nMemAvailable: 100000 kB\n")
-    (root / "proc/self/cgroup").write_text(cgroup)
-    for folder, files in folders.items():
-        (root / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (root / "sys/fs/cgroup" / folder / name).write_text(text)
-
-
 def limited(limit, used, active=0, inactive=0):
     stat = f"anon 5\nactive_file {active}\ninactive_file {inactive}\n"
     return {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": stat}
@@ -286,7 +272,14 @@ def limited(limit, used, active=0, inactive=0):
     ],
 )
 def test_what_the_host_or_its_cgroups_have_left(cgroup, folders, left, tmp_path, monkeypatch):
-    write_system(tmp_path, cgroup, folders)
+    """A system with 100,000 KiB free. folders: {folder of a cgroup: {file: text}}."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 200000 kB\nMemAvailable: 100000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for folder, files in folders.items():
+        (tmp_path / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / "sys/fs/cgroup" / folder / name).write_text(text)
     monkeypatch.setattr(host, "SYSTEM", tmp_path)
     assert host.available_on_host() == left
 
@@ -308,12 +301,9 @@ def test_a_cpu_has_no_other_place_for_its_tensors():
     """What it would move to the host would stay in the same memory."""
     steps = ladder(GRPOSettings(device="cpu", beta=0.1), "cpu", 3, 5)
     assert list(steps) == "max_tokens_per_micro_batch logits_chunk_mb max_rollout_batch checkpoint_blocks".split()
-    assert Room(15).holds(Plan("cpu", 10, 5, "train", {}, [], {})) and not Room(14).holds(
-        Plan("cpu", 10, 5, "train", {}, [], {})
-    )
-    assert Room(10, 5).holds(Plan("cuda", 10, 5, "train", {}, [], {})) and not Room(99, 4).holds(
-        Plan("cuda", 10, 5, "train", {}, [], {})
-    )
+    cpu, cuda = (Plan(device, 10, 5, "train", {}, [], {}) for device in ("cpu", "cuda"))
+    assert Room(15).holds(cpu) and not Room(14).holds(cpu)
+    assert Room(10, 5).holds(cuda) and not Room(99, 4).holds(cuda)
 
 
 def test_what_plan_prints(tmp_path, monkeypatch, made_up):

@@ -77,24 +77,15 @@ def test_each_function_has_a_line_and_each_metric_a_chart():
     assert rows["metric/<i>words (first -> last)"] == ["-", "7.000"]
 
 
-def top_of(folders):
-    """-> rows of the options' table"""
-    text = page_of(folders).read_text()
-    top = re.search(r'<div class="scroll options">(.*?)</div>', text, re.DOTALL)[1]
-    return [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in top.split("<tr>")[1:]]
-
-
 def test_the_top_says_what_is_not_default():
     defaults = {name: value for name, value in vars(GRPOSettings()).items() if name != "max_iters"}
     other = dict(init_from="models/<b>x", learning_rate=2.0, reward_funcs=["a.py:<i>"], out_dir="b")
-    folders = [
-        make_run(Path("a"), **defaults | dict(n_layer=3)),
-        make_run(Path("b"), **defaults | other),
-        make_run(
-            Path("warm"), kind="SFT", max_iters=4, out_dir="out/grpo", gym_size=3, device="auto", eval_prompts=500
-        ),
-    ]
-    assert sorted(top_of(folders)) == [
+    folders = [make_run(Path("a"), **defaults | dict(n_layer=3)), make_run(Path("b"), **defaults | other)]
+    sft = dict(max_iters=4, out_dir="out/grpo", gym_size=3, device="auto", eval_prompts=500)
+    folders.append(make_run(Path("warm"), kind="SFT", **sft))
+    text = page_of(folders).read_text()
+    top = re.search(r'<div class="scroll options">(.*?)</div>', text, re.DOTALL)[1]
+    assert sorted(re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in top.split("<tr>")[1:]) == [
         ["", "a", "b", "warm"],
         ["gym_size", "-", "-", "3"],
         ["init_from", "", "models/&lt;b&gt;x", "-"],

@@ -92,12 +92,8 @@ def test_a_partial_has_the_name_of_its_function():
     """Also one of a partial, of an object, of a method; two of one function are told apart."""
     functions = [partial(length, n=1), partial(partial(length, n=2), n=3), partial(Judge([], 4)), lambda **_: [5] * 3]
     found = total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS).by_function
-    assert {name: values[0] for name, values in found.items()} == {
-        "length.0": 1,
-        "length.1": 3,
-        "Judge": 4,
-        "<lambda>": 5,
-    }
+    wanted = {"length.0": 1, "length.1": 3, "Judge": 4, "<lambda>": 5}
+    assert {name: values[0] for name, values in found.items()} == wanted
     with pytest.raises(SnugError, match="^reward function length raised TypeError"):
         total_rewards([partial(length, m=1)], PROMPTS, COMPLETIONS, COLUMNS)
 
@@ -157,24 +153,18 @@ def test_a_function_that_changes_its_arguments_changes_nothing_for_others():
     assert all(each[i] is environments[i] for _, each in seen for i in range(3))
 
 
-HINTS = [
-    (
-        CHAT,
-        lambda c, columns: c.split(),
-        "object has no attribute 'split'.*; the first completion is .*'content': 'x'}.$",
-    ),
-    (PROMPTS, lambda c, columns: c[0]["content"], "; the first completion is 'x'$"),
-    (
-        PROMPTS,
-        lambda c, columns: columns["levle"],
-        "'levle'.*; it gets answer, level, prompts, completions, trainer_state,",
-    ),
-    (PROMPTS, lambda c, columns: 1 / 0, r"at test_reward.py:\d+$"),
-]
+HINTS = {
+    "object has no attribute 'split'.*; the first completion is .*'content': 'x'}.$": (CHAT, lambda c, _: c.split()),
+    "; the first completion is 'x'$": (PROMPTS, lambda c, _: c[0]["content"]),
+    "'levle'.*; it gets answer, level, prompts, completions, trainer_state,": (PROMPTS, lambda c, more: more["levle"]),
+    r"at test_reward.py:\d+$": (PROMPTS, lambda c, _: 1 / 0),
+}
 
 
-@pytest.mark.parametrize("prompts, body, said", HINTS)
-def test_an_error_says_what_the_function_gets(prompts, body, said):
+@pytest.mark.parametrize("said", HINTS)
+def test_an_error_says_what_the_function_gets(said):
+    prompts, body = HINTS[said]
+
     def mine(completions, **columns):
         return [body(completion, columns) for completion in completions]
 

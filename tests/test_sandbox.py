@@ -59,10 +59,10 @@ def others():
 # What texts do. {X} is a file that must not appear, {KEPT} one that must not change
 
 
-def attack(box, place, kinds=("evaluate", "execute"), texts=None):
+def attack(box, place, texts, kinds=("evaluate", "execute")):
     """Run every text between honest tasks, whose values must be right -> the texts that left something behind."""
     kept, wrong = place / "kept", []
-    for name, text in (texts or WRITES | ENDS).items():
+    for name, text in texts.items():
         kept.write_text("kept")
         kept.chmod(0o666)
         text = text.format(X=place / "X", KEPT=kept) if "{" in text else text
@@ -78,29 +78,22 @@ def attack(box, place, kinds=("evaluate", "execute"), texts=None):
 
 
 @LINUX
-def test_nothing_is_left_by_what_texts_do(box, place):
-    keeper = pid(box)
-    assert attack(box, place) == []
-    assert pid(box) == keeper, "it was lost on the way"
-    assert processes() == [keeper]
-
-
-@LINUX
-@pytest.mark.parametrize("layers", [layers for layers in STRICT if layers != LAYERS], ids=str)
-def test_each_of_the_strict_layers_is_enough(layers, place):
-    """For what writes, and what reaches for other processes. Python does not announce os.mkfifo."""
+@pytest.mark.parametrize("layers", STRICT, ids=str)
+def test_nothing_is_left_by_what_texts_do(layers, place):
+    """Each strict layer is enough for what writes, and what reaches for other processes. Python does not announce os.mkfifo."""
     texts = {name: text for name, text in WRITES.items() if "seccomp" in layers or name != "mkfifo"}
-    texts |= {name: ENDS[name] for name in ("kill the keeper", "kill everybody", "a fork", "the kernel")}
+    reaching = "kill the keeper", "kill everybody", "a fork", "the kernel"
+    texts |= ENDS if layers == LAYERS else {name: ENDS[name] for name in reaching}
     with evil(layers) as box:
         keeper = pid(box)
-        assert attack(box, place, texts=texts) == []
+        assert attack(box, place, texts) == []
         assert pid(box) == keeper and processes() == [keeper]
 
 
 @LINUX
 def test_what_never_ends_is_ended(box, place):
     keeper = pid(box)
-    assert attack(box, place, ("evaluate",), LATE) == []
+    assert attack(box, place, LATE, ("evaluate",)) == []
     loop = "while True:\n try:\n  while True: pass\n except BaseException: pass"
     assert box.run("execute", [[loop]]) == [Result(None, "took longer than 0.5 seconds")]
     assert pid(box) == keeper and processes() == [keeper]
@@ -190,8 +183,12 @@ def revealed(layers, place):
 
 
 @LINUX
-def test_no_attack_on_files_reveals_anything(place):
-    assert revealed(LAYERS, place) == set()
+@pytest.mark.parametrize("layers, most", [(LAYERS, {}), (["audit"], MISSED), (["landlock"], {"a socket"})])
+def test_layers_stop_attacks_on_files(layers, most, place):
+    """All of them together; the audit hook alone those that Python announces."""
+    if layers == ["landlock"] and "landlock" in MISSING:
+        pytest.skip("this kernel has no Landlock")
+    assert revealed(layers, place) <= {*most}
 
 
 @LINUX
@@ -201,34 +198,17 @@ def test_without_the_layers_the_attacks_reveal_what_they_should(place):
     assert ATTACKS.keys() - ALWAYS.keys() - found <= ELSEWHERE and not found & ALWAYS.keys()
 
 
-@LINUX
-def test_the_audit_hook_alone_stops_attacks_that_python_announces(place):
-    assert revealed(["audit"], place) <= MISSED.keys()
-
-
-@LINUX
-@pytest.mark.skipif("landlock" in MISSING, reason="this kernel has no Landlock")
-def test_landlock_alone_stops_attacks_on_files(place):
-    assert revealed(["landlock"], place) <= {"a socket"}
-
-
 @pytest.mark.parametrize("layers", STRICT, ids=str)
 def test_packages_and_the_library_are_imported(layers):
+    """The library announces a sleep from Python 3.13 on; from 3.14 on functions, which a dataclass makes of lazy
+    annotations; and modules that have no .pyc file."""
     code = "import colorsys, json.tool, numpy; result = float(numpy.linalg.norm([3, 4]))"
     read = "import os; result = 'os.py' in os.listdir(os.path.dirname(os.__file__)) and open(os.__file__).read(4)"
-    with evil(layers, timeout=60, memory_mb=2048) as box:
-        assert values(box, ("execute", code), ("execute", read)) == [5.0, 'r"""']
-
-
-@pytest.mark.parametrize("layers", STRICT, ids=str)
-def test_what_the_library_announces_is_harmless(layers):
-    """A sleep from Python 3.13 on; from 3.14 on functions, which a dataclass makes of lazy annotations; and modules that
-    have no .pyc file."""
     make = "import types; result = types.FunctionType((lambda: 4).__code__, {})()"
-    code = "import marshal; result = marshal.loads(marshal.dumps(5))"
+    dump = "import marshal; result = marshal.loads(marshal.dumps(5))"
     sleep = "import time; result = time.sleep(0) or 6"
-    with evil(layers) as box:
-        assert values(box, *[("execute", text) for text in (make, code, sleep)]) == [4, 5, 6]
+    with evil(layers, timeout=60, memory_mb=2048) as box:
+        assert values(box, *[("execute", text) for text in (code, read, make, dump, sleep)]) == [5.0, 'r"""', 4, 5, 6]
 
 
 @LINUX

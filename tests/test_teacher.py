@@ -15,7 +15,6 @@ from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.peaks import COMMON, GRPO
 from helpers.rollouts import BUDGETS, K, assert_same_gradient, make_rollouts, never_stop
 from helpers.runs import figures, refused
-from interpreted import long
 from loss import policy_loss
 from padded import a_few, padded
 from runs.log import read_lines, read_log
@@ -243,18 +242,13 @@ def test_the_gradient_against_a_float64_loop(name, shape, other, place):
     lora.add(model, 4, 8.0, list(lora.TARGETS)).double()
     for module in lora.adapted(model):
         torch.nn.init.normal_(module.lora_B, std=0.1)
-    expected = oracle(model, teacher_at_home(teacher), rollouts, options)
+    for block in teacher.blocks:  # on a CPU a streamed teacher's host weights can be used where they are
+        block._forward_pre_hooks.clear(), block._forward_hooks.clear()
+    expected = oracle(model, teacher, rollouts, options)
     metrics, gradients = gradient_of(model, rollouts, cut, options, head)
     assert gradients.keys() == expected[1].keys() and len(gradients) == 2 * 4 * 2
     for parameter, value in expected[1].items():
         torch.testing.assert_close(gradients[parameter], value, rtol=1e-10, atol=1e-10)
-
-
-def teacher_at_home(teacher):
-    """On a CPU a streamed teacher's host weights can be used where they are."""
-    for block in teacher.blocks:
-        block._forward_pre_hooks.clear(), block._forward_hooks.clear()
-    return teacher
 
 
 @pytest.mark.parametrize("name, options", [
@@ -311,8 +305,8 @@ def run(places, out_dir, **changes):
 @pytest.mark.parametrize("name, place", [("sampled", "host"), ("reverse_kl", "device")])
 def test_a_run_goes_on_bit_for_bit(places, tmp_path, name, place):
     """Killed after the first iteration."""
-    whole = run(places, tmp_path / "whole", divergence=name, teacher_device=place)
     options = dict(divergence=name, teacher_device=place)
+    whole = run(places, tmp_path / "whole", **options)
     run(places, tmp_path / "stopped", max_iters=1, **options)
     assert run(places, tmp_path / "stopped", resume="auto", **options)[1] == whole[1]
     assert all(record["divergence"] > 0.01 for record in whole[0])
@@ -353,10 +347,9 @@ def test_reward_coef_0_leaves_the_teacher(places, tmp_path):
     assert weights["differ", 0.0] == weights["same", 1.0] != weights["differ", 1.0]
 
 
-@pytest.mark.parametrize(
-    "name, place",
-    [long("reverse_kl", "host"), long("sampled", "device"), long("sampled", "host"), long("reverse_kl", "device")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("name", ["reverse_kl", "sampled"])
 def test_the_plan_is_what_a_run_takes(places, name, place, tmp_path, monkeypatch):
     """Device and host within 0.1 %, phase by phase, where memory is large enough for bytes to count."""
     never_stop(monkeypatch)
@@ -395,11 +388,11 @@ def test_other_vocabularies_are_refused(places, tmp_path):
     vocab = swapped["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     shutil.copytree(tmp_path / "hf", tmp_path / "other")
-    (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
-    assert "; the run needs bytes, 257" in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "other"))
-    swapped["added_tokens"].append(dict(swapped["added_tokens"][0], id=257, content="<more>"))
-    (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
-    assert "; the run needs bytes, 257" in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "other"))
+    for _ in range(2):
+        (tmp_path / "other/tokenizer.json").write_text(json.dumps(swapped))
+        said = refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "other"))
+        assert "; the run needs bytes, 257" in said
+        swapped["added_tokens"].append(dict(swapped["added_tokens"][0], id=257, content="<more>"))
     for name, sizes, problem in (
         ("few", dict(vocab_size=200, block_size=64), "200 ids and 64 tokens; the run needs bytes, 257"),
         ("short", dict(vocab_size=257, block_size=14), "257 ids and 14 tokens; the run needs bytes, 257 and"),
