@@ -63,20 +63,6 @@ def change(folder, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def merged_by_hand(base, adapters, scale, folder):
-    """-> the base with W + scale * B A in float64, matrix by matrix, from its files."""
-    shutil.copytree(base, folder)
-    tensors, pairs = load_file(base / "model.safetensors"), load_file(adapters / "adapter_model.safetensors")
-    for name in [name for name in pairs if "lora_A" in name]:
-        product = scale * pairs[name.replace("lora_A", "lora_B")].double() @ pairs[name].double()
-        theirs = name.removeprefix("base_model.model.").replace("lora_A.", "")
-        product = product.t() if "transformer." in name else product
-        assert product.abs().max() > 0.01
-        tensors[theirs] = (tensors[theirs].double() + product).float()
-    save_file(tensors, folder / "model.safetensors")
-    return GPT.from_pretrained(folder)
-
-
 def logits_of(model):
     model.double()
     return model.logits(model(TOKENS)).detach()
@@ -106,14 +92,23 @@ TARGETS = {  # PEFT's defaults, all, one of two of a fused matrix; an untied hea
 
 @pytest.mark.parametrize("shape, targets", [(shape, targets) for shape in TARGETS for targets in TARGETS[shape]])
 def test_each_matrix_gets_its_product(shape, targets, tmp_path):
+    """W + scale * B A in float64, matrix by matrix, from the files."""
     rslora = len(targets) == 2
     base = make_base(tmp_path / "base", shape)
     before = (base / "model.safetensors").read_bytes()
     begun = "gaussian" if rslora else False  # other ways to begin, which leave the base as it is
     adapters = make_adapters(tmp_path / "peft", base, *targets, use_rslora=rslora, init_lora_weights=begun)
-    expected = merged_by_hand(base, adapters, 4.0 if rslora else 2.0, tmp_path / "merged")
+    tensors, pairs = load_file(base / "model.safetensors"), load_file(adapters / "adapter_model.safetensors")
+    for name in [name for name in pairs if "lora_A" in name]:
+        product = pairs[name.replace("lora_A", "lora_B")].double() @ pairs[name].double() * (4.0 if rslora else 2.0)
+        theirs = name.removeprefix("base_model.model.").replace("lora_A.", "")
+        product = product.t() if "transformer." in name else product
+        assert product.abs().max() > 0.01
+        tensors[theirs] = (tensors[theirs].double() + product).float()
+    shutil.copytree(base, tmp_path / "merged")
+    save_file(tensors, tmp_path / "merged/model.safetensors")
     ours = dict(load_run(adapters, "cpu").model.named_parameters())
-    for name, value in expected.named_parameters():
+    for name, value in GPT.from_pretrained(tmp_path / "merged").named_parameters():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
     assert (base / "model.safetensors").read_bytes() == before
 

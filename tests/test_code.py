@@ -122,10 +122,8 @@ def test_without_chat_a_function_ends_before_the_next_statement(tmp_path, more):
 
 
 def test_what_tests_call_is_what_nobody_defines():
-    setup = (
-        "from math import isclose as near\ndef helper(x): return x\nclass Box: pass\nsame = near\nsame(1, near(2, 3))"
-    )
-    setup += "\ndef same(g, x): return g(x) == x"
+    setup = "from math import isclose as near\ndef helper(x): return x\nclass Box: pass\nsame = near\n"
+    setup += "same(1, near(2, 3))\ndef same(g, x): return g(x) == x"
     code = f"{setup}\nassert near(area(helper(1)), sum([width(Box())])) and same(id_of, 2) and max(map(mine, [1]))"
     assert names_in(code)[2] == {"area", "width", "id_of", "mine"}
 
@@ -200,9 +198,8 @@ def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
     missing[0] = "seccomp"
     with pytest.raises(SnugError, match="--unconfined"):
         task_of(path)
-    assert task_of(path, unconfined=True) and make_task(
-        SFTSettings(task="examples.code:Code", data_file=path, eval_prompts=0), True
-    )
+    assert task_of(path, unconfined=True)
+    assert make_task(SFTSettings(task="examples.code:Code", data_file=path, eval_prompts=0), True)
 
 
 # -----------------------------------------------------------------------------
@@ -308,10 +305,8 @@ def test_a_test_that_expects_an_error_is_not_passed_by_what_is_no_answer(test):
 
 
 def test_a_missing_function_is_a_name_error_that_no_test_gets_around():
-    other = "def g(x): return x + 1"
-    names = ["f", "g"]
     tests = ["assert g(1) == 2", caught("KeyError"), caught("NameError"), "assert g(2) == 3"]
-    verdict = judge(other, "", names, tests, 5.0)
+    verdict = judge("def g(x): return x + 1", "", ["f", "g"], tests, 5.0)
     assert verdict["passed"] == 1 / 2
     assert verdict["error"].startswith("NameError: name 'f' is not defined in try:")
 

@@ -368,12 +368,10 @@ def test_no_drift_over_40_iterations(tmp_path, monkeypatch):
 
 def test_grpo_lifts_its_warm_start(tmp_path):
     """Two-digit additions by a teacher who drops carries, in a quarter of a minute; three seeds: 0.18 to 0.20 -> 0.81 to 0.96."""
-    common = dict(
-        digits=2, n_layer=2, n_embd=48, block_size=20, eval_prompts=100, eval_interval=0, save_interval=0, device=DEVICE
-    )
-    options = dict(
-        max_iters=250, batch_size=64, learning_rate=4e-3, lr_schedule="cosine", warmup_iters=20, demonstration_noise=0.6
-    )
+    common = dict(digits=2, n_layer=2, n_embd=48, block_size=20, device=DEVICE)
+    common |= dict(eval_prompts=100, eval_interval=0, save_interval=0)
+    options = dict(max_iters=250, batch_size=64, learning_rate=4e-3, lr_schedule="cosine", warmup_iters=20)
+    options |= dict(demonstration_noise=0.6)
     sft = SFTSettings(**common, **options, out_dir=str(tmp_path / "sft"))
     options = dict(max_iters=20, batch_size=32, group_size=8, max_new_tokens=11, learning_rate=5e-4)
     settings = GRPOSettings(**common, **options, out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir)

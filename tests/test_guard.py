@@ -19,7 +19,6 @@ from snug.options import SnugError
 from training import state
 from training.optimizer import gradients_of
 
-VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 # what is poisoned, which part of it, and with what
 PLACES = [("loss", "", "nan"), ("advantages", "", "inf"), ("ref_logprobs", "", "nan")]
 PLACES += [("sampling_logprobs", "", "-inf")]
@@ -32,7 +31,7 @@ class Poison:
     """Puts a value into one place of iteration 1, and notes the weights and moments before and after each iteration."""
 
     def __init__(self, monkeypatch, what, name, value):
-        self.what, self.name, self.value, self.now, self.states = what, name, VALUES[value], -1, []
+        self.what, self.name, self.value, self.now, self.states = what, name, float(value), -1, []
         self.patch = monkeypatch
         places = [(grpo, "policy_loss"), (grpo, "teaches"), (grpo, "iterate")]
         for module, function in [*places, (state, "optimizer_step"), (decode_batch, "sample_tokens")]:

@@ -54,18 +54,6 @@ def values_of(q, shape, dtype=torch.float32):
     return matrix.dequantized(dtype)
 
 
-def their_quantize(weight):
-    """bitsandbytes' quantize_4bit, with its kernels for any device -> Quantized."""
-    import bitsandbytes.functional as theirs
-
-    codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
-    offset, numbers = state.absmax.mean(), theirs.create_dynamic_map()
-    kernel = torch.ops.bitsandbytes.quantize_blockwise.default
-    key = torch._C.DispatchKey.CompositeExplicitAutograd
-    scales, largest = kernel._op_dk(key, state.absmax - offset, numbers, 256)
-    return Quantized(codes.flatten(), scales, numbers, largest, offset)
-
-
 def weights_in(dtype, shape, seed=0):
     """Near normal, with a row of zeros and an outlier."""
     weight = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -98,9 +86,14 @@ def test_bitsandbytes_agrees(dtype):
     numbers = torch.tensor(nf4.DYNAMIC_MAP, dtype=torch.float32)  # of the scales
     assert torch.equal(numbers, theirs.create_dynamic_map())
     assert torch.equal(torch.tensor(nf4.TABLE), theirs.get_4bit_type("nf4", "cpu"))
+    kernel = torch.ops.bitsandbytes.quantize_blockwise.default
+    key = torch._C.DispatchKey.CompositeExplicitAutograd  # for any device
     for shape in ((192, 576), (64, 64), (100, 192), (48, 100)):
         weight = weights_in(dtype, shape)
-        assert_same(quantize(weight), their_quantize(weight))
+        codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
+        offset = state.absmax.mean()
+        scales, largest = kernel._op_dk(key, state.absmax - offset, numbers, 256)
+        assert_same(quantize(weight), Quantized(codes.flatten(), scales, numbers, largest, offset))
         codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
         parts = codes.flatten(), state.absmax, state.state2.code, state.state2.absmax, state.offset
         ours, there = (numbers[scales.int()] for scales in (quantize(weight).scales, state.absmax))

@@ -80,7 +80,7 @@ def attack(box, place, texts, kinds=("evaluate", "execute")):
 @LINUX
 @pytest.mark.parametrize("layers", STRICT, ids=str)
 def test_nothing_is_left_by_what_texts_do(layers, place):
-    """Each strict layer is enough for what writes, and what reaches for other processes. Python does not announce os.mkfifo."""
+    """Each strict layer is enough for what writes, and what reaches for others. Python does not announce os.mkfifo."""
     texts = {name: text for name, text in WRITES.items() if "seccomp" in layers or name != "mkfifo"}
     reaching = "kill the keeper", "kill everybody", "a fork", "the kernel"
     texts |= ENDS if layers == LAYERS else {name: ENDS[name] for name in reaching}

@@ -1,7 +1,6 @@
 """Held-out scores by a user's reward functions: the run's and the command's are a count by hand, and choose the best checkpoint."""
 
 import json
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,29 +24,31 @@ from runs.saver import Saver
 from settings import GRPOSettings, RewardOptions, SFTSettings
 from snug.tokenizer import get_tokenizer
 
-FUNCTIONS = """
+RUN = dict(max_iters=2, batch_size=4, group_size=4, max_new_tokens=8, block_size=16, eval_prompts=24, eval_interval=1)
+RUN |= dict(reward_funcs=[f"{__name__}:short", f"{__name__}:vowels"], reward_weights=[1.0, 0.5], beta=0.0)
+
+
 def short(prompts, completions, completion_ids, **columns):
-    return [None if text[:1] > "i" else min(1, 1.5 - len(ids) / 8) for text, ids in zip(completions, completion_ids)]
+    lengths = map(len, completion_ids)
+    return [None if s[:1] > "i" else min(1, 1.5 - n / 8) for s, n in zip(completions, lengths, strict=True)]
+
 
 def vowels(prompts, completions, **columns):
     return [None if text[:1] > "p" else float(sum(map(text.count, "aeiou")) % 2) for text in completions]
-"""
-RUN = dict(max_iters=2, batch_size=4, group_size=4, max_new_tokens=8, block_size=16, eval_prompts=24, eval_interval=1)
-RUN |= dict(reward_funcs=["held_out_rewards:short", "held_out_rewards:vowels"], reward_weights=[1.0, 0.5], beta=0.0)
 
 
-def short(sample):
+def short_of(sample):
     ids = sample["length"]  # with the stop token, as in TRL
     return None if sample["completion"][:1] > "i" else min(1, 1.5 - ids / 8)
 
 
-def vowels(sample):
+def vowels_of(sample):
     return None if sample["completion"][:1] > "p" else float(sum(sample["completion"].count(v) for v in "aeiou") % 2)
 
 
 def total(sample, weights=(1.0, 0.5)):
     """None adds nothing; without any reward there is no total."""
-    pairs = zip(weights, (short(sample), vowels(sample)), strict=True)
+    pairs = zip(weights, (short_of(sample), vowels_of(sample)), strict=True)
     rewards = [weight * reward for weight, reward in pairs if reward is not None]
     return sum(rewards) if rewards else None
 
@@ -55,15 +56,6 @@ def total(sample, weights=(1.0, 0.5)):
 def mean(values):
     numbers = [value for value in values if value is not None]
     return sum(numbers) / len(numbers)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rewards_module(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rewards")
-    (folder / "held_out_rewards.py").write_text(FUNCTIONS)
-    sys.path.insert(0, str(folder))
-    yield
-    sys.path.remove(str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +96,7 @@ def test_the_runs_figures_and_the_commands_are_a_count_by_hand(run_folder, capsy
     right = [s["stopped"] and s["completion"].strip() == answers[s["prompt"]] for s in samples]
     for s, is_right in zip(samples, right, strict=True):
         assert s["reward"] == (None if total(s) is None else pytest.approx(total(s)))
-        assert s["reward/short"] == short(s) and s["reward/vowels"] == vowels(s)
+        assert s["reward/short"] == short_of(s) and s["reward/vowels"] == vowels_of(s)
         assert s["right"] == (total(s) is not None and total(s) >= 1.5)
         assert s.get("task_reward") == (float(is_right) if scored else None)
     assert 3 < sum(s["reward"] is None for s in samples) < 24 and len({s["reward"] for s in samples}) > 6
@@ -114,13 +106,13 @@ def test_the_runs_figures_and_the_commands_are_a_count_by_hand(run_folder, capsy
         counted["pass_at_1" + suffix] = mean([(total(s) or 0.0) >= 1.5 for s in chosen])
         if scored:
             counted["task_pass_at_1" + suffix] = mean(right[bool(suffix) :: 2])
-    counted |= {"eval_reward/short": mean(map(short, greedy)), "eval_reward/vowels": mean(map(vowels, greedy))}
+    counted |= {"eval_reward/short": mean(map(short_of, greedy)), "eval_reward/vowels": mean(map(vowels_of, greedy))}
     last = read_log(folder)[-1]
     logged = {name: value for name, value in last.items() if "pass_at" in name or "eval_reward" in name}
     assert logged == pytest.approx(counted)
     assert summary["scores"] == pytest.approx({name: counted[name] for name in counted if "pass_at" in name})
     means = {"reward_greedy": counted["eval_reward_mean"], "reward": counted["eval_reward_mean_sampled"]}
-    means |= {"reward/short": mean(map(short, drawn)), "reward/vowels": mean(map(vowels, drawn))}
+    means |= {"reward/short": mean(map(short_of, drawn)), "reward/vowels": mean(map(vowels_of, drawn))}
     assert {name: summary["means"][name] for name in means} == pytest.approx(means)
     printed = {tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()[1:-1]}
     for name, value in (summary["scores"] | means).items():
@@ -131,7 +123,7 @@ def test_the_runs_figures_and_the_commands_are_a_count_by_hand(run_folder, capsy
     "words, weights, threshold",
     [
         (["--reward_weights=0.25,3"], [0.25, 3.0], 3.25),
-        (["--reward_funcs=held_out_rewards:short,held_out_rewards:vowels"], [1.0, 1.0], 2.0),
+        ([f"--reward_funcs={__name__}:short,{__name__}:vowels"], [1.0, 1.0], 2.0),
     ],
 )
 def test_the_threshold_and_the_weights(run_folder, words, weights, threshold):
@@ -151,8 +143,9 @@ def test_the_tasks_own_score_and_other_tasks(run_folder, warm_start):
     other = evaluated(folder, *words)[0]
     assert "task_pass_at_1" not in other["scores"] and list(other["means"]) == ["length", "stopped"]
     assert other["settings"]["reward_funcs"] == []
-    summary, samples, *_ = evaluated(folder, *words, "--reward_funcs=held_out_rewards:vowels")
-    assert all(s["reward"] == s["reward/vowels"] == vowels(s) and s["right"] == (vowels(s) == 1) for s in samples)
+    summary, samples, *_ = evaluated(folder, *words, f"--reward_funcs={__name__}:vowels")
+    for s in samples:
+        assert s["reward"] == s["reward/vowels"] == vowels_of(s) and s["right"] == (vowels_of(s) == 1)
     assert summary["scores"]["task_pass_at_1"] == 0
     if scored:
         summary, samples, greedy, _ = evaluated(folder, "--reward_funcs=")
@@ -163,7 +156,7 @@ def test_the_tasks_own_score_and_other_tasks(run_folder, warm_start):
     for place, word in ((folder, "--reward_funcs="), (warm_start, "--seed=0")):  # SFT has no functions
         with refusal("no column answer to score by; name --answer_column, or --reward_funcs"):
             prepared_by(place, word)
-    summary = evaluated(warm_start, "--reward_funcs=held_out_rewards:short")[0]
+    summary = evaluated(warm_start, f"--reward_funcs={__name__}:short")[0]
     assert "reward/short" in summary["means"]
 
 

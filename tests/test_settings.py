@@ -138,10 +138,6 @@ def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
     assert (settings.countdown_numbers, settings.countdown_max_number) == ("4", 9) and len(names) == 3
 
 
-# What is here not by an option's name: places, and values of options.
-NO_OPTIONS = "config lookup reasoning_gym code all-linear o_proj down_proj constant_with_warmup".split()
-
-
 def test_names_of_trl_are_answered_with_ours(tmp_path):
     for cls in (SFTSettings, GRPOSettings):
         for word, ours in {
@@ -153,26 +149,25 @@ def test_names_of_trl_are_answered_with_ours(tmp_path):
             assert refused(read_settings, cls, [word]) == f"unknown option {word.split('=')[0]}; here it is {ours}"
         path = config(tmp_path, "max_steps = 3\n")
         assert refused(read_config, cls, path) == f"unknown option {path}:1: max_steps; here it is max_iters"
+    # What is here not by an option's name: places, and values of options.
+    no_options = "config lookup reasoning_gym code all-linear o_proj down_proj constant_with_warmup".split()
     known = options.fields(GRPOSettings.with_task("jsonl"))
     of_commands = {name for _, name in EVERY_OPTION}
     for theirs, answer in options.ELSEWHERE.items():
         assert theirs not in known and set(re.findall(r"--(\w+)", answer)) <= of_commands
         if here := re.match(r"here it is (\w+)(?:=(\w+))?", answer):
             name, value = here.groups()
-            assert name in known or theirs in NO_OPTIONS
+            assert name in known or theirs in no_options
             assert not value or read_settings(GRPOSettings, ["--seed=3", f"--{name}={value}"])
         else:
             assert re.match(r"not needed: |not there: |.*\w+_proj and \w+_proj are one matrix here", answer)
 
 
 def test_other_words_for_values_are_answered():
+    one = "are one matrix here, with one adapter: write"
     for option, theirs, answer in (
-        ("lora_target_modules", "q_proj", "q_proj, k_proj and v_proj are one matrix here, with one adapter: write qkv"),
-        (
-            "lora_target_modules",
-            "up,gate_proj",
-            "gate_proj and up_proj are one matrix here, with one adapter: write up",
-        ),
+        ("lora_target_modules", "q_proj", f"q_proj, k_proj and v_proj {one} qkv"),
+        ("lora_target_modules", "up,gate_proj", f"gate_proj and up_proj {one} up"),
         ("lora_target_modules", "all-linear", "here it is qkv,proj,up,down"),
         ("dtype", "bf16", "here it is dtype=bfloat16"),
         ("lr_schedule", "constant_with_warmup", "here it is constant"),
@@ -344,7 +339,6 @@ REFUSED = {
     "--base_dtype=nf4": "lora_rank=none does not support base_dtype=nf4; use --base_dtype=, or another lora_rank",
     "--base_dtype=nf4 --lora_rank=4 --init_from=x --parallel=fsdp": "parallel=fsdp does not support base_dtype=nf4; use --base_dtype=",
     "--lora_rank=4": "init_from=none does not support lora_rank=4",
-    "--reward_coef=0.5": "teacher=none does not support reward_coef=0.5",
     "--group_size=1 --teacher=x": "group_size=1 does not support reward_coef=1.0; use --reward_coef=0.0",
     "--parallel=fsdp --teacher=x --teacher_device=host": "parallel=fsdp does not support teacher_device=host; use --teacher_device=device",
 }
@@ -363,10 +357,6 @@ def test_rules_name_options_and_values_that_there_are():
     SFTSettings(parallel="fsdp").check()
     message = refused(SFTSettings(parallel="fsdp", grad_offload=True).check)
     assert message == "parallel=fsdp does not support grad_offload=True; use --grad_offload=False, or another parallel"
-
-
-def prepared(cls, words):
-    return prepare(*read_settings(cls, words)[:2])
 
 
 NAMED = [  # words, the option that has to be named, values of {n}: refused where a run is prepared
@@ -403,7 +393,7 @@ NAMED_GRPO = [
 def test_what_cannot_be_is_refused_by_name(cls, text, name, values):
     for value in values:
         words = [word.replace("{n}", str(value)) for word in text.split()]  # the value may have spaces
-        assert name in refused(prepared, cls, words)
+        assert name in refused(lambda words=words: prepare(*read_settings(cls, words)[:2]))
 
 
 def test_options_go_to_other_processes():
