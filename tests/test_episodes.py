@@ -234,9 +234,8 @@ def test_what_is_said_and_called(case, as_a_text, chats, monkeypatch):
     mask = rollouts.mask[0].tolist()
     said = [i for i, drawn in zip(ids, mask, strict=True) if drawn]
     turns = [turn for turn in turns if turn != "never said"]
-    spoken = [
-        tokenizer.encode(turn) + [tokenizer.stop_token] * (form != "inline" or "</" not in turn) for turn in turns
-    ]
+    ends = [[tokenizer.stop_token] * (form != "inline" or "</" not in turn) for turn in turns]
+    spoken = [tokenizer.encode(turn) + end for turn, end in zip(turns, ends, strict=True)]
     assert said == sum(spoken, []) and logprobs == [-1.0 * drawn for drawn in mask]
     results = [message for message in messages if message["role"] == "tool"]
     assert (0 in mask) == bool(results)
@@ -358,15 +357,11 @@ def test_a_call_in_a_thought_is_not_made(folders, tmp_path, monkeypatch):
         assert episodes.figures()["tool_errors"] == [0]
 
 
-MISTRAL = """{{- bos_token }}{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
-        {{- '[INST] ' + message.content + '[/INST]' }}
-    {%- elif message.tool_calls %}
-        {{- '[TOOL_CALLS] [' }}{%- for call in message.tool_calls %}{{- call.function | tojson }}{%- endfor %}{{- ']</s>' }}
-    {%- else %}{{- ' ' + message.content + '</s>' }}{%- endif %}
-{%- endfor %}
-"""
+MISTRAL = (
+    "{{ '[AVAILABLE_TOOLS] ' + tools | tojson if tools }}{% for message in messages %}{% if message.tool_calls %}"
+    "{{ '[TOOL_CALLS] [' + message.tool_calls[0].function | tojson + ']</s>' }}"
+    "{% else %}{{ message.content + '</s>' }}{% endif %}{% endfor %}"
+)
 
 
 def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path):
@@ -539,24 +534,23 @@ def hangs(self, **columns):
     threading.Event().wait(5)
 
 
-WRONG = [
-    (raises, r"^environment Made.reset raised ValueError: 'no\\nserver' at test_episodes.py:\d+$"),
-    (hangs, "^environment Made.reset took longer than tool_timeout=0.05 seconds$"),
-    (lambda self: None, "^environment Made.reset raised TypeError: .* got an unexpected keyword argument 'prompt'"),
+WRONG = [  # methods, the message
+    (dict(reset=raises), r"^environment Made.reset raised ValueError: 'no\\nserver' at test_episodes.py:\d+$"),
+    (dict(reset=hangs), "^environment Made.reset took longer than tool_timeout=0.05 seconds$"),
+    (
+        dict(reset=lambda self: None),
+        "^environment Made.reset raised TypeError: .* unexpected keyword argument 'prompt'",
+    ),
+    (dict(reset=raises, __init__=raises), "^environment=E: cannot be made .ValueError: no server.$"),
 ]
 
 
-@pytest.mark.parametrize("reset, message", WRONG)
-def test_a_reset_that_fails_is_one_line(reset, message, chats):
-    kind = type("Made", (), dict(reset=reset))
+@pytest.mark.parametrize("methods, message", WRONG)
+def test_an_environment_that_fails_is_one_line(methods, message, chats):
+    kind = type("Made", (), methods)
     with pytest.raises(SnugError) as error:
         episodes_of(chats["hermes"], kind, [dict(prompt="a")], 4, tool_timeout=0.05)
     assert re.search(message, str(error.value)) and "\n" not in str(error.value)
-
-
-def test_an_environment_that_cannot_be_made_is_one_line(chats):
-    with pytest.raises(SnugError, match=r"^environment=E: cannot be made .ValueError: no server.$"):
-        episodes_of(chats["hermes"], made_of(raises, __init__=raises), [dict(prompt="a")])
 
 
 @pytest.mark.parametrize("form", ["hermes", "inline", "text"])
@@ -583,9 +577,8 @@ def test_a_user_who_answers(form, later, chats, monkeypatch):
         turns = says(tokenizer, "a", "b", "c")
         assert ids == turns[0] + tokenizer.encode(" Why? ") + turns[1] + tokenizer.encode(" So? ") + turns[2]
     else:
-        assert rollouts.tokens[0].tolist()[: -len(says(tokenizer, "c")[0])] == tokenizer.encode_prompt(
-            [*QUESTION, *messages[:-1]]
-        )
+        whole = tokenizer.encode_prompt([*QUESTION, *messages[:-1]]) + says(tokenizer, "c")[0]
+        assert rollouts.tokens[0].tolist() == whole
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -660,10 +653,7 @@ def test_the_environment_scores(kind, tmp_path, folders, monkeypatch):
     assert seen["completions"][0] == [assistant("", call("add", by=1)), tool("11", "add"), assistant("It is 1.")]
     assert seen["completions"][3] == [assistant("42")]
     tokenizer = prepared.tokenizer
-    ids = [*says(tokenizer, ADDS[0][0])[0], *tokenizer.encode_reply([tool("11", "add")], True)]
-    end = tokenizer.stop_token
-    assert seen["ids"][0] == [*ids, *tokenizer.encode("It is 1."), end] and seen["ids"][3] == [
-        *tokenizer.encode("42"),
-        end,
-    ]
+    asks, answers, last = says(tokenizer, *ADDS[0], "42")
+    reply = tokenizer.encode_reply([tool("11", "add")], True)
+    assert seen["ids"][0] == asks + reply + answers and seen["ids"][3] == last
     assert "environments" not in beside.columns and beside.episodes["messages"] == seen["completions"]

@@ -132,23 +132,10 @@ def test_packed_rows_are_padded_ones(pair, way):
         assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, budget, 3), options), oracle)
 
 
-SIZES = pytest.mark.parametrize("size", [(2, 24), pytest.param((4, 44), marks=pytest.mark.long)], ids=str)
-
-
-@SIZES
-@some("phi3 sliding", "gemma3", "olmo3")
-def test_the_sampler_is_the_naive_one_behind_replies(pair, size):
-    """Also where only some layers have a window."""
-    agree_with_naive(pair, *size, replies=True)
-
-
-@SIZES
-def test_the_sampler_is_the_naive_one(pair, size):
-    agree_with_naive(pair, *size)
-
-
-def agree_with_naive(pair, count, longest, replies=False):
-    """Ragged prompts, slots that get new sequences, completions behind the window of 12."""
+@pytest.mark.parametrize("count, longest", [(2, 24), pytest.param(4, 44, marks=pytest.mark.long)])
+@pytest.mark.parametrize("replies", [False, True])
+def test_the_sampler_is_the_naive_one(pair, count, longest, replies):
+    """Ragged prompts, slots that get new sequences, completions behind the window of 12, also behind replies."""
     model = GPT.from_pretrained(pair[1], dtype="float64")
     prompts, options = [list(range(3, 8)), list(range(40, 62))], dict(seed=1, stop_token=(5, 17, 30))
     if replies:
