@@ -21,7 +21,6 @@ from helpers.kernels import (
     assert_near,
     make_cache,
     make_rows,
-    rows_with_an_unlikely_end,
     run_rows,
     step,
 )
@@ -100,8 +99,11 @@ def test_kernel_draws_by_inverse_cdf(dtype, N, width, n_vocab, temperature):
 
 @in_kernels
 def test_kernel_draws_no_unlikely_token(monkeypatch):
-    """Three stretches; and no number out of range from a row with a NaN."""
-    logits, u = (torch.tensor(x[:6], device=DEVICE) for x in rows_with_an_unlikely_end(3 * 4096))
+    """Three stretches; and no number out of range from a row with a NaN. 256 tokens are likely; those at the end have
+    1e-23 together, and the uniforms are near 1."""
+    logits = torch.tensor(np.random.default_rng(0).normal(50, 3, (6, 3 * 4096)), dtype=torch.float32, device=DEVICE)
+    logits[:, 256:] /= 30
+    u = 1 - 2**-24 * torch.arange(1, 7, device=DEVICE)
     tokens, values = sample_tokens(Head(logits, logits.shape[1]), torch.eye(6, device=DEVICE), u, 0.9)
     assert (tokens < 256).all()
     assert_near(values, torch.log_softmax(logits.double() / 0.9, -1).gather(1, tokens[:, None])[:, 0], 2e-5)
@@ -130,48 +132,37 @@ def launches(monkeypatch):
     return programs
 
 
+THREE = [moment[:3] for moment in LONG_ROWS]  # slots
+
+
 @in_kernels
 @pytest.mark.parametrize(
-    "shape, dtype, rotary, stretch, programs",
+    "shape, dtype, rotary, stretch, schedule, programs",
     [
-        (dict(kv_heads=1), torch.float16, False, 2, 3 * 5 + 5 * 3),
-        long(dict(heads=2, kv_heads=2, group_size=1), torch.float32, True, None, 2 * (5 + 5)),
-        long(dict(D=24, group_size=16), torch.float32, True, 3, 2 * (3 * 3 + 5 * 2)),
-        (dict(D=16, heads=6, T_p=70, lengths=(70, 66, 3)), torch.float32, False, None, 2 * (3 + 5)),
+        (dict(kv_heads=1), torch.float16, False, 2, RAGGED, 3 * 5 + 5 * 3),
+        long(dict(heads=2, kv_heads=2, group_size=1), torch.float32, True, None, RAGGED, 2 * (5 + 5)),
+        long(dict(D=24, group_size=16), torch.float32, True, 3, RAGGED, 2 * (3 * 3 + 5 * 2)),
+        (dict(D=16, heads=6, T_p=70, lengths=(70, 66, 3)), torch.float32, False, None, RAGGED, 2 * (3 + 5)),
+        (dict(T_c=16, sliding_window=1), torch.float16, True, 3, THREE[:3], None),
+        (dict(T_c=16, sliding_window=5, kv_heads=1, rotary_fraction=0.5), torch.float32, True, 3, THREE[:7], None),
+        long(dict(T_c=16, sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, True, 4, THREE, None),
+        (dict(T_c=16, sliding_window=20, T_p=70, lengths=(34, 33, 70)), torch.float32, True, None, THREE, None),
     ],
 )
-def test_kernel_attends_to_prompt_and_own_tokens(shape, dtype, rotary, stretch, programs, launches, monkeypatch):
+def test_kernel_attends(shape, dtype, rotary, stretch, schedule, programs, launches, monkeypatch):
     """One launch a step; stretches of a few columns, so that each column is once the new one at a stretch's end.
+
+    Also where a window begins in the prompt: a block behind its begin, for one slot of a program and not yet for
+    another. All of a head's numbers turn, or half, or 18 of 24.
 
     bfloat16 has no products in the interpreter; its cubins are compiled below, and CUDA runs it in test_sample.py."""
     if stretch:
         monkeypatch.setattr(attention, "split_columns", lambda width, *_: (-(-width // stretch), stretch))
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     cache, config, prompts = make_cache(dtype, **shape)
-    assert run_rows(cache, config, prompts, RAGGED, tolerance, rotary) == 25
-    assert launches == [programs] * len(RAGGED) * INTERPRETED
+    assert run_rows(cache, config, prompts, schedule, tolerance, rotary) == sum(map(len, schedule))
+    assert programs is None or launches == [programs] * len(RAGGED) * INTERPRETED
     assert not cache.counters.any()  # a replay finds them as the recording did
-
-
-@in_kernels
-@pytest.mark.parametrize(
-    "shape, dtype, stretch, moments",
-    [
-        (dict(sliding_window=1), torch.float16, 3, 3),
-        (dict(sliding_window=5, kv_heads=1, rotary_fraction=0.5), torch.float32, 3, 7),
-        long(dict(sliding_window=14, D=24, rotary_fraction=0.75), torch.float32, 4, 16),
-        (dict(sliding_window=20, T_p=70, lengths=(34, 33, 70)), torch.float32, None, 16),
-    ],
-)
-def test_kernel_attends_within_a_window(shape, dtype, stretch, moments, launches, monkeypatch):
-    """Also where a window begins in the prompt: a block behind its begin, for one slot of a program and not yet for
-    another. All of a head's numbers turn, or half, or 18 of 24."""
-    if stretch:
-        monkeypatch.setattr(attention, "split_columns", lambda width, *_: (-(-width // stretch), stretch))
-    cache, config, prompts = make_cache(dtype, T_c=16, **shape)
-    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
-    three = [moment[:3] for moment in LONG_ROWS[:moments]]  # slots
-    assert run_rows(cache, config, prompts, three, tolerance, rotary=True) == 3 * len(three)
 
 
 @in_kernels

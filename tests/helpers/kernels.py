@@ -10,14 +10,6 @@ from snug.kernels.rotary import rotate
 from snug.kernels.segments import attend
 
 
-def rows_with_an_unlikely_end(V):
-    """-> logits (40, V), uniforms (40,) near 1: 256 likely tokens; the others, at the end, have 1e-23 together."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(50, 3, (40, V)).astype(np.float32)
-    x[:, 256:] = x[:, 256:] / 30
-    return x, np.float32(1) - np.float32(2**-24) * generator.integers(1, 8, 40).astype(np.float32)
-
-
 def make_cache(
     dtype=torch.float64, heads=4, kv_heads=2, D=8, prompt_slots=3, T_p=9, slots=7, T_c=6, group_size=3, lengths=(9, 4, 1),
     **shape,
