@@ -1,13 +1,13 @@
 """The kernel of AdamW and its twin: against each other, against float64, and where their random bits come from."""
 
 import re
-import sys
 
 import pytest
 import torch
 
+from helpers.kernels import ahead_of_time
 from helpers.models import DEVICE
-from interpreted import CAPABILITIES, INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
+from interpreted import INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
 from snug.kernels import adamw as module
 from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, numbers_of
 
@@ -153,11 +153,9 @@ def test_steps_parameters_and_seeds_have_keys_of_their_own():
 # Ahead of time, for devices that are not here.
 
 
-@compiles
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@ahead_of_time
 @pytest.mark.parametrize("n", ["aligned", "odd", long(1)])
 @pytest.mark.parametrize("kind", [KINDS[0], long(KINDS[1]), KINDS[2], long(KINDS[3])])
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_compiled_kernel_stays_in_registers(capability, kind, n, tmp_path):
     weights, state, master = ("*fp32" if dtype == F32 else "*bf16" for dtype in kind)
     kinds = dict(weight=weights, gradient=weights, exp_avg=state, exp_avg_sq=state, key="u32", first="u32")

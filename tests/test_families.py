@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import grpo
 from batch import Cut
 from helpers.errors import refusal
-from helpers.families import CASES, FAMILIES, NONE, SMALL, their_model, transformers
+from helpers.families import CASES, FAMILIES, NONE, SMALL, change_config, their_model, transformers
 from helpers.models import logits_of, make_flat_model
 from helpers.rollouts import assert_same_gradient, gradient, make_rollouts, never_stop
 from model import GPT
@@ -295,10 +295,8 @@ def test_deepseeks_yarn(tmp_path):
     """attn_factor takes back what YaRN does to attention by itself. An export says what it comes to."""
     theirs = their_model("qwen3 yarn")
     theirs.save_pretrained(tmp_path / "in")
-    file = tmp_path / "in" / "config.json"
-    config = json.loads(file.read_text())
-    config["rope_parameters"]["attn_factor"] = 0.8782488562869419  # 1 / (0.1 ln 4 + 1)
-    file.write_text(json.dumps(config))
+    rope = theirs.config.rope_parameters | dict(attn_factor=0.8782488562869419)  # 1 / (0.1 ln 4 + 1)
+    change_config(tmp_path / "in", rope_parameters=rope)
     assert read_shape(tmp_path / "in")["rope_attention_factor"] == pytest.approx(1)
     save_pretrained(GPT.from_pretrained(tmp_path / "in"), tmp_path / "out")
     again = transformers.AutoConfig.from_pretrained(tmp_path / "out")

@@ -2,14 +2,12 @@
 
 As in test_kernels.py, the tests of values run again in Triton's interpreter, and on CUDA."""
 
-import sys
-
 import pytest
 import torch
 
-from helpers.kernels import attend_dense
+from helpers.kernels import ahead_of_time, attend_dense
 from helpers.models import DEVICE
-from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
+from interpreted import INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.kernels import flash, segments
@@ -224,8 +222,7 @@ FORWARD = dict(dy=None, dq=None, delta=None)
 KERNELS = [("queries_kernel", FORWARD), ("queries_kernel", {}), ("keys_kernel", {}), ("sum_kernel", {})]
 
 
-@compiles
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@ahead_of_time
 @pytest.mark.parametrize(
     "R, G, D, dtype",
     [
@@ -239,7 +236,6 @@ KERNELS = [("queries_kernel", FORWARD), ("queries_kernel", {}), ("keys_kernel", 
     ],
 )
 @pytest.mark.parametrize("window", [0, long(512)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_attention_stays_in_registers(capability, window, R, G, D, dtype, tmp_path, monkeypatch):
     """sm_75 multiplies outside of tensor cores and spills hundreds of bytes: it is right and slow there."""
     monkeypatch.setattr(flash, "has_tensor_cores", lambda _: capability >= 80)

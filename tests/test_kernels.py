@@ -9,7 +9,6 @@ TRITON_INTERPRET=1. The tests of values run there, and on CUDA.
 
 import os
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ import torch
 from helpers.kernels import (
     LONG_ROWS,
     RAGGED,
+    ahead_of_time,
     assert_near,
     make_cache,
     make_rows,
@@ -26,7 +26,7 @@ from helpers.kernels import (
 )
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
-from interpreted import CAPABILITIES, INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
+from interpreted import INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
 from interpreted import cubin_resources as resources
 from sample import generate_naive, sample_groups
 from snug.decoding import attention, draw, kvcache
@@ -216,7 +216,6 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, own, monke
 
 
 MAIN_DTYPE = ["bf16", long("fp32")]
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its assembler for Linux")
 
 
 def aligned(**integers):
@@ -244,11 +243,9 @@ def test_stretches_cover_a_row():
             assert length * shape["STRETCHES"] >= n_vocab
 
 
-@compiles
-@linux
+@ahead_of_time
 @pytest.mark.parametrize("dtype", MAIN_DTYPE)
 @pytest.mark.parametrize("V", [*map(long, [1, 67, 1000, 50257]), 151936])
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
     itemsize = 2 if dtype == "bf16" else 4
     types = {"logits": "*" + dtype, "targets": "*i64", "logprobs": "*fp32", "entropy": "*fp32"}
@@ -273,13 +270,11 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == by_16_bytes
 
 
-@compiles
-@linux
+@ahead_of_time
 @pytest.mark.parametrize("dtype", MAIN_DTYPE)
 @pytest.mark.parametrize(
     "width, n_vocab", [long(1, 1), long(67, 67), long(50257, 50257), long(151936, 151936), (151936, 151665)]
 )
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path):
     """151,665 of 151,936 ids are Qwen2.5's; it is read 16 bytes at a time all the same."""
     length, shape = draw.stretches(width, n_vocab)
@@ -294,8 +289,7 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
     assert "fma.rn.f32" in ptx and "TRITON_DEFAULT_FP_FUSION" in os.environ
 
 
-@compiles
-@linux
+@ahead_of_time
 @pytest.mark.parametrize("dtype", MAIN_DTYPE)
 @pytest.mark.parametrize(
     "H, G, D, group_size, turning, window",
@@ -314,7 +308,6 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
         long(32, 8, 128, 16, 128, 4096),
     ],
 )
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, turning, window, dtype, tmp_path):
     """GPT-2, Qwen2.5-1.5B, one key head, Llama 3.1 8B, Qwen2.5-0.5B; Gemma 3 1B and 4B, Phi-4-mini, Phi-3-mini, Mistral.
     q and k are float32, as autocast's norms leave them beside values in bfloat16.

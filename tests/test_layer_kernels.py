@@ -5,7 +5,6 @@ As in test_kernels.py, the tests of values run again in Triton's interpreter, an
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.kernels import ahead_of_time, linux
 from helpers.models import DEVICE, LLAMA, make_model
 from interpreted import (
     CAPABILITIES,
@@ -391,10 +391,8 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
 # Ahead of time, for devices that are not here.
 
 
-@compiles
-@pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@ahead_of_time
 @pytest.mark.parametrize("dtype", ["bf16", long("fp32")])
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
     """At Qwen2.5-1.5B's shape, and with what a step of one row and one token leaves at 1."""
     x = dict.fromkeys(("out", "x", "dy"), "*" + dtype) | dict.fromkeys(("cos", "sin"), "*fp32")
@@ -417,10 +415,8 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
                 assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 
 
-@compiles
-@pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@ahead_of_time
 @pytest.mark.parametrize("dtype", ["bf16", long("fp32"), long("fp16")])
-@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_nf4_rounds_as_its_twin(capability, dtype, tmp_path, monkeypatch):
     """It multiplies, rounds, adds and rounds: there is no fused product in the binary, as there is without the option
     that the launch gives. That GPUs round alike is not tested without one."""
@@ -446,7 +442,7 @@ def test_compiled_nf4_rounds_as_its_twin(capability, dtype, tmp_path, monkeypatc
 
 
 @compiles
-@pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
+@linux
 @pytest.mark.parametrize("n, rank", [(1, 16), long(32, 64), long(16, 64), long(64, 16), (64, 64)])
 @pytest.mark.parametrize("capability", CAPABILITIES[1:])  # sm_75 has no products of bfloat16
 def test_compiled_nf4_product_stays_in_registers(capability, n, rank, tmp_path, monkeypatch):

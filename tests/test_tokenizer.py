@@ -8,6 +8,7 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import requests
@@ -74,10 +75,7 @@ def test_gpt2_is_tiktokens(gpt2):
 
 @pytest.mark.parametrize("error", [requests.exceptions.ConnectionError("no route"), ValueError("hash mismatch")])
 def test_gpt2_without_its_files(monkeypatch, tmp_path, error):
-    def no_network(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr("tiktoken.load.read_file", no_network)
+    monkeypatch.setattr("tiktoken.load.read_file", Mock(side_effect=error))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(SnugError, match="set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"):
         get_tokenizer("gpt2")

@@ -1,13 +1,25 @@
 """Rows for the kernels, and plain torch to compare with."""
 
+import sys
+
 import numpy as np
+import pytest
 import torch
 
 from helpers.models import DEVICE, make_model
+from interpreted import CAPABILITIES, compiles
 from model import rotary_table
 from snug.decoding.kvcache import KVCache
+from snug.kernels import triton
 from snug.kernels.rotary import rotate
 from snug.kernels.segments import attend
+
+linux = pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton ships its assembler for Linux")
+
+
+def ahead_of_time(test):
+    """It compiles a kernel for each device, none of which has to be here."""
+    return compiles(linux(pytest.mark.parametrize("capability", CAPABILITIES)(test)))
 
 
 def make_cache(
