@@ -18,7 +18,6 @@ from settings import GRPOSettings
 from snug.sandbox import Result, Sandbox
 
 TASK = "examples.gym:ReasoningGym"
-WORKER = "examples.gym_worker:Gym"
 
 QUICK = "leg_counting chain_sum gcd base_conversion spell_backward knights_knaves maze mini_sudoku".split()
 EXECUTING = "binary_matrix n_queens spiral_matrix string_insertion polynomial_multiplication".split()
@@ -29,7 +28,7 @@ ODD = "isomorphic_strings list_functions acre".split()  # sets, global random nu
 def box():
     """One sandbox for all generators without options; a sandbox for each test would take seconds of imports."""
     datasets = {name: {} for name in QUICK + EXECUTING + ODD}
-    with closing(Sandbox(WORKER, {"datasets": datasets}, timeout=60)) as box:
+    with closing(Sandbox("examples.gym_worker:Gym", {"datasets": datasets}, timeout=60)) as box:
         yield box
 
 

@@ -201,15 +201,6 @@ def worked(loss_type, change, advantage, **options):
     return pytest.approx((value.item(), *logprobs.grad.tolist()), abs=6e-4)
 
 
-def test_the_worked_numbers_of_soft_and_sequence_losses():
-    """docs/algorithm.md, "Ratios of tokens and of sequences"."""
-    two, half = [math.log(1.5), 0.0], [math.log(0.5), 0.0]
-    assert worked("dapo", two, 1.0) == (-1.1, 0, -0.5)
-    assert worked("sapo", two, 1.0) == (-(2.4898 + 2) / 2, -0.705, -0.5)
-    assert worked("sapo", half, -1.0) == ((1.4148 + 1.9048) / 2, 0.2339, 0.5)
-    assert worked("luspo", two, 1.0, importance_sampling_level="sequence") == (-2.4, 0, 0)
-
-
 @pytest.mark.parametrize("name", ["teacher_logprobs", "divergence"])
 def test_metrics_of_a_teacher_keep_no_graph(name):
     """It would hold the activations of every micro-batch until the step ends."""
@@ -222,7 +213,7 @@ def test_metrics_of_a_teacher_keep_no_graph(name):
 
 
 def test_the_worked_numbers_of_the_page():
-    """docs/algorithm.md, steps 3 to 5 and the family."""
+    """docs/algorithm.md, steps 3 to 5, the family, and "Ratios of tokens and of sequences"."""
     right, points = [1, 0, 0, 1], [10, 0, 10, 0]
     for found, expected, error in (
         (group_advantages([right, [0, 0, 0, 0]]), [0.866, -0.866, -0.866, 0.866], 1e-3),
@@ -240,6 +231,11 @@ def test_the_worked_numbers_of_the_page():
     first = policy_loss(zeros[:2], zeros[:2], advantages[:1], sequence[:2], lengths[:1], **counts)[0]
     second = policy_loss(zeros[2:], zeros[2:], advantages[1:], sequence[2:] - 1, lengths[1:], **counts)[0]
     assert float(first + second) == pytest.approx(0, abs=1e-6)
+    two, half = [math.log(1.5), 0.0], [math.log(0.5), 0.0]
+    assert worked("dapo", two, 1.0) == (-1.1, 0, -0.5)
+    assert worked("sapo", two, 1.0) == (-(2.4898 + 2) / 2, -0.705, -0.5)
+    assert worked("sapo", half, -1.0) == ((1.4148 + 1.9048) / 2, 0.2339, 0.5)
+    assert worked("luspo", two, 1.0, importance_sampling_level="sequence") == (-2.4, 0, 0)
 
 
 def test_a_loss_of_ones_own_is_one_of_ours(tmp_path, monkeypatch):

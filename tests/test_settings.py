@@ -19,8 +19,7 @@ from snug import options
 from snug.options import SnugError, make_settings, read_settings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
-OF_TASKS = [GRPOSettings.with_task(name) for name in TASKS]
-EVERY_OPTION = [(cls, name) for cls in (*CLASSES, *OF_TASKS) for name in options.fields(cls)]
+EVERY_OPTION = [(cls, name) for cls in (*CLASSES, *map(GRPOSettings.with_task, TASKS)) for name in options.fields(cls)]
 
 
 def read_value(cls, name, text):
