@@ -363,6 +363,7 @@ def test_messages_are_not_cut(tmp_path):
 
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
+    """When it is resumed, its file must be the same."""
     path = written(tmp_path, [row for row in GOOD if split_of(row["prompt"]) == "train"][:4])  # five would hold out one
     sft, grpo = (of_file(run, path, eval_prompts=0, max_iters=1) for run in tiny(tmp_path))
     train_sft.main(prepare(sft))
@@ -374,12 +375,6 @@ def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
         prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)
     with pytest.raises(SnugError, match="no row is held out; give --prompt="):
         sample.main(SampleSettings(), set(), sft.out_dir)
-
-
-def test_a_resumed_run_keeps_its_data(tmp_path):
-    path = written(tmp_path, GOOD)
-    sft = of_file(tiny(tmp_path)[0], path)
-    train_sft.main(prepare(sft))
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
     with pytest.raises(SnugError, match="data_file, test_file or .* has changed; put it back"):

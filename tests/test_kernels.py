@@ -14,16 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.kernels import (
-    LONG_ROWS,
-    RAGGED,
-    ahead_of_time,
-    assert_near,
-    make_cache,
-    make_rows,
-    run_rows,
-    step,
-)
+from helpers.kernels import LONG_ROWS, RAGGED, ahead_of_time, assert_near, make_cache, make_rows, run_rows, step
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
 from interpreted import INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted

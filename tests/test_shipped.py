@@ -22,15 +22,7 @@ from huggingface_hub import constants
 from torch.distributed.run import get_args_parser
 
 from helpers import HOME
-from helpers.commands import (
-    CONFIGS,
-    command_of,
-    commands_in,
-    docstring_of,
-    tidy,
-    values_of,
-    write_shrunk_configs,
-)
+from helpers.commands import CONFIGS, command_of, commands_in, docstring_of, tidy, values_of, write_shrunk_configs
 from helpers.files import source_files
 from helpers.hub import put
 from helpers.models import make_chat_model
