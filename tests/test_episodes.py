@@ -372,13 +372,11 @@ def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path)
     with pytest.raises(SnugError, match=wanted):
         prepared_for(tmp_path, folder, {}, tools=["calc"])
     prepared_for(tmp_path, folder, {})
-    prepared = prepared_for(tmp_path, folder, {}, prompt="2+2=", tools=["calc"])
-    [row] = prepared.task.prompts("train", [0])
-    assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"
     talks = made_of(lambda self, **columns: None, reply=lambda self, text: "And?")
-    prepared = prepared_for(tmp_path, folder, dict(E=talks), environment="E")
-    [row] = prepared.task.prompts("train", [0])
-    assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"  # no tools to call
+    for options in (dict(prompt="2+2=", tools=["calc"]), dict(environment="E")):  # which has no tools to call
+        prepared = prepared_for(tmp_path, folder, dict(E=talks), **options)
+        [row] = prepared.task.prompts("train", [0])
+        assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
