@@ -266,12 +266,6 @@ def test_other_files_that_do_not_serve(tmp_path, name, content, message):
         task_of(str(tmp_path / name))
 
 
-def of_file(settings, path, **changes):
-    """The same settings for the rows of a file."""
-    changes = dict(task="jsonl", data_file=path, demonstration_noise=0.0) | changes
-    return merge_options(type(settings), settings, None, set(), **changes)
-
-
 def test_an_evaluation_asks_no_prompt_twice(tmp_path):
     path = written(tmp_path, GOOD)
     held_out = len(task_of(path).rows["test"])
@@ -365,7 +359,8 @@ def test_messages_are_not_cut(tmp_path):
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
     """When it is resumed, its file must be the same."""
     path = written(tmp_path, [row for row in GOOD if split_of(row["prompt"]) == "train"][:4])  # five would hold out one
-    sft, grpo = (of_file(run, path, eval_prompts=0, max_iters=1) for run in tiny(tmp_path))
+    changes = dict(task="jsonl", data_file=path, demonstration_noise=0.0, eval_prompts=0, max_iters=1)
+    sft, grpo = (merge_options(type(run), run, None, set(), **changes) for run in tiny(tmp_path))
     train_sft.main(prepare(sft))
     main(prepare(grpo))
     main(prepare(dataclasses.replace(grpo, plan=True)))
