@@ -36,9 +36,9 @@ from sample import sample_episodes
 from snug.device.cuda import empty_cache
 from snug.device.host import borrowed
 from snug.logprobs import Teacher, head_loss, head_loss_in_two_visits
-from snug.memory.ledger import component
+from snug.memory.ledger import component, not_finite
 from training import notebook
-from training.figures import add_up, finite_columns, join, mean_of, metrics_of, rollout_metrics, score
+from training.figures import add_up, columns_of, join, mean_of, metrics_of, rollout_metrics, score
 from training.frozen import add_logprobs
 from training.loop import run
 from training.optimizer import learning_rate_at
@@ -217,7 +217,7 @@ def teaches(rollouts, indices, settings) -> bool:
     sequences = trainable(rollouts, indices, settings)
     always = settings.teacher or settings.beta
     learns = sequences and (always or rollouts.advantages[sequences].any())
-    return bool(learns) or not finite_columns(rollouts, indices)
+    return bool(learns or not_finite(columns_of(rollouts, indices)))
 
 
 @component("backward")  # autograd's tensors while backward runs

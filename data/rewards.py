@@ -26,7 +26,7 @@ trust. Tests: tests/test_reward.py.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import chdir
+from contextlib import chdir, suppress
 from copy import deepcopy
 from functools import partial
 from typing import NamedTuple
@@ -82,9 +82,16 @@ def total_rewards(
     def log_metric(name, value):
         metrics.setdefault(str(name), []).append(float(0 + value))
 
+    # Text behind text, messages behind messages; an episode is messages.
+    as_completions = [
+        each
+        if isinstance(prompt, str) or isinstance(each, list)
+        else [{"role": "assistant", "content": each}]
+        for prompt, each in zip(prompts, completions, strict=True)
+    ]
     arguments = columns | dict(
         prompts=prompts,
-        completions=list(map(as_completion, prompts, completions)),
+        completions=as_completions,
         trainer_state=state or TrainerState(),
         log_extra=log_extra,
         log_metric=log_metric,
@@ -99,13 +106,6 @@ def total_rewards(
     names = [name_of(function) for function in functions]
     unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
     return Scores(totals, dict(zip(unique, rewards, strict=True)), extra, metrics)
-
-
-def as_completion(prompt: str | list[dict], completion: str | list[dict]):
-    """A completion as reward functions get it: text behind text, messages behind messages; an episode's messages."""
-    if isinstance(prompt, str) or isinstance(completion, list):
-        return completion
-    return [{"role": "assistant", "content": completion}]
 
 
 def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list[list[float | None]]:
@@ -136,16 +136,13 @@ def checked(function: Callable, rewards, completions: list) -> list[float | None
         raise SnugError(f"{name} must return a list of {count} numbers, not {found!r:.60}")
     numbers = []
     for completion, reward in zip(completions, rewards, strict=True):
-        numbers.append(None if reward is None else as_float(reward))
-        if reward is not None and not abs(numbers[-1]) < LARGEST:
+        number = None if reward is None else math.nan
+        with suppress(
+            Exception
+        ):  # None; what is no number, such as the text "1.0", which float alone reads
+            number = float(0 + reward)
+        numbers.append(number)
+        if number is not None and not abs(number) < LARGEST:
             problem = f"{name} returned {reward!r:.60} for the completion {completion!r:.60}"
             raise SnugError(f"{problem}; return None or a number below {LARGEST:g}")
     return numbers
-
-
-def as_float(reward):
-    """Any number, also of NumPy or torch -> float. Everything else -> NaN, such as the text "1.0"."""
-    try:
-        return float(0 + reward)  # float alone reads texts
-    except Exception:
-        return math.nan

@@ -8,6 +8,7 @@ prepared, too.
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from data import load_reward_function, make_task
@@ -81,24 +82,21 @@ class Prepared:
             TrainerState(self.global_step, self.settings.max_iters),
         )
 
-    def encode(self, prompt) -> list[int]:
-        """Text or messages -> the last max_prompt_length ids; all if that is 0. Raises SnugError for cut messages."""
-        return self.whole(prompt)[-self.settings.max_prompt_length :]  # [-0:] is all
-
-    def whole(self, prompt):
-        """-> all its ids. Raises SnugError for messages that `encode` would cut."""
+    def encode(self, prompt, cut=True) -> list[int]:
+        """Text or messages -> the last max_prompt_length ids; all if that is 0, or without `cut`. Raises SnugError for
+        messages that would be cut."""
         ids, most = self.tokenizer.encode_prompt(prompt), self.settings.max_prompt_length
         if 0 < most < len(ids) and not isinstance(prompt, str):
             raise SnugError(
                 f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens in its chat template; raise it, or drop "
                 "such rows: --drop_long_prompts"
             )
-        return ids
+        return ids[-most:] if cut else ids  # [-0:] is all
 
     def longest(self):
         """-> tokens of the longest prompt and of the longest completion."""
         settings = self.settings
-        prompt, answer = self.task.longest(self.whole)
+        prompt, answer = self.task.longest(partial(self.encode, cut=False))
         prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
         if self.task.dropped and not settings.max_new_tokens:
             # SFT: each demonstration fits behind its own prompt.

@@ -9,7 +9,6 @@ from data.rewards import repeat_columns
 from loss import kl_divergence
 from sample import Rollouts
 from snug.device.kinds import off_mps
-from snug.memory.ledger import not_finite
 
 SAMPLES = 4  # completions of an iteration in samples.jsonl, in full groups
 FIRST_STEPS = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
@@ -107,11 +106,6 @@ def columns_of(sequences, select):
     """Rollouts or Sequences -> {name: tensor} of the sequences `select`, a range."""
     part = slice(select.start, select.stop)
     return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
-
-
-def finite_columns(sequences, select) -> bool:
-    """Are all figures of the sequences `select` finite?"""
-    return not not_finite(columns_of(sequences, select))
 
 
 def rollout_metrics(scored: Scored) -> dict[str, float]:

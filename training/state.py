@@ -18,7 +18,8 @@ from runs.log import RunLog
 from runs.prepare import Prepared
 from runs.saver import Saver
 from snug.memory import Limits, MemoryMeter
-from training.figures import finite_columns, groups_of, sample_records
+from snug.memory.ledger import not_finite
+from training.figures import columns_of, groups_of, sample_records
 from training.guard import HEALTH, drop
 from training.optimizer import gradients_of, optimizer_step
 
@@ -101,7 +102,8 @@ class Training:
         with self.meter.phase("train"):
             metrics = self.processes.add_up(model, optimizer, metrics)
         # An infinity in the batch need not show in the loss.
-        if math.isfinite(metrics["loss"]) and finite_columns(sequences, indices):
+        odd = not_finite(columns_of(sequences, indices))
+        if math.isfinite(metrics["loss"]) and not odd:
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
             with self.meter.phase("optimizer"):
                 step = partial(optimizer_step, model, optimizer, learning_rate, clip, norm_of_all)

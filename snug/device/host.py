@@ -39,10 +39,6 @@ class Ledger:
             self.sizes[key] = weakref.ref(storage, lambda _: self.forget(key)), size
             self.current += size
             self.peak = max(self.peak, self.current)
-            self.created(key, tensor, size)
-
-    def created(self, key, tensor, size):
-        """Called for each new storage; the planner overrides it."""
 
     def forget(self, key):
         # Two statements: during `pop` another thread may forget another storage.

@@ -52,8 +52,13 @@ class Recorder(Ledger):
         self.made = {}  # id of a storage -> the last Storage that had it
         self.peaks = {}  # stretch -> (bytes, [Storage])
 
-    def created(self, key, tensor, size):
-        dtype = str(tensor.dtype).removeprefix("torch.")
+    def follow(self, tensor):
+        key = id(tensor.untyped_storage())
+        known = key in self.sizes
+        super().follow(tensor)
+        if known or key not in self.sizes:  # a host's tensor, perhaps
+            return
+        size, dtype = self.sizes[key][1], str(tensor.dtype).removeprefix("torch.")
         self.made[key] = Storage(size, tuple(tensor.shape), dtype, *component_of(sys._getframe(1)))
         stretch = self.current_stretch()
         if stretch is not None and self.current > self.peaks.get(stretch, (-1, []))[0]:

@@ -181,7 +181,7 @@ LLAMA31 = """{{- bos_token }}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
 {%- if tools is not none %}
     {%- set question = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
-    {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\nEnvironment: ipython\\n' }}
     {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
     {{- question + '<|eot_id|>' }}
 {%- endif %}
