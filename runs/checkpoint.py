@@ -48,7 +48,6 @@ GONE = dict(
     countdown_form="terse",
     format_reward=0.0,
     soft_punish_cache=0,
-    pass_reward=None,
 )
 MOVED = dict(  # tasks
     lookup="examples.lookup:Lookup",
@@ -130,8 +129,10 @@ def sha256(file: Path) -> str:
 def read_state(path: Path) -> dict:
     """state.json of a checkpoint that `newest` has found."""
     state = json.loads((path / "state.json").read_text())
-    task = state["settings"]["task"]
-    state["settings"]["task"] = MOVED.get(task, task)
+    values = state["settings"]
+    values["task"] = MOVED.get(values["task"], values["task"])
+    tools = values.get("tools", [])
+    values["tools"] = [tool.replace("data.lookup:", "examples.lookup:") for tool in tools]
     return state
 
 
@@ -209,7 +210,7 @@ def base_of(checkpoint: Checkpoint, init_from: str = "") -> Checkpoint:
             return weights
     raise SnugError(
         f"checkpoint {checkpoint.path} has adapters for the weights in {base['path']}, which {place} does not have; "
-        "put them back, or leave --init_from out"
+        "put them back, or name their place: --resume=RUN --init_from=NEW"
     )
 
 

@@ -96,6 +96,8 @@ def samples_file(options: EvaluateSettings, default: Path) -> Path | None:
         return None
     file = Path(options.samples_file or default)
     with in_one_line(f"samples_file={file} cannot be written; name another, or --samples_file=none"):
+        if file.is_dir():
+            raise SnugError("it is a folder")
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(buffering=0, dir=file.parent) as trial:  # before hours of sampling
             trial.write(b" ")

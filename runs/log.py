@@ -253,6 +253,7 @@ def wandb(settings, start: int):
     if not start or not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
     run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "snug"),
         id=id_file.read_text(),
         name=folder.name,
         dir=str(folder),

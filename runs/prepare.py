@@ -280,8 +280,7 @@ def refuse_others(folder: str | Path, differ: list[str]):
     """Raises SnugError if a run, or the warm start of another one, would go on with others."""
     if differ:
         raise SnugError(
-            f"{folder} cannot go on with other options: {'; '.join(differ)}; put it back, or start anew in another "
-            "folder"
+            f"{folder} cannot go on with other options: {'; '.join(differ)}; put it back, or move the folder away"
         )
 
 

@@ -150,11 +150,12 @@ class Saver:
             error.args = (f"--resume=auto goes on from {newest_name(self.folder)}",)
             raise
         except Exception:
-            unchanged = 0 < iteration != self.saved and self.optimizer.steps == steps
+            unchanged = iteration > 0 and self.optimizer.steps == steps
             alone = self.processes.rank == 0 and not self.processes.sharded  # the others may be gone
             if unchanged and alone:
                 with suppress(Exception):  # the error below is the one to raise
-                    self.write(iteration, progress, last=True)
+                    if self.saved != iteration:
+                        self.write(iteration, progress, last=True)
                 place = newest_name(self.folder)
                 self.say(f"before the error below: --resume=auto goes on from {place}")
             raise

@@ -81,7 +81,12 @@ class GPTConfig:
             raise ValueError(f"n_vocab={self.n_vocab} is more than vocab_size={self.vocab_size}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
-        longest = self.rope_original_block_size
+        size, longest = self.rotary_size, self.rope_original_block_size
+        if self.position == "rotary" and (size % 2 or not 0 < size <= self.head_size):
+            raise ValueError(f"{size} of {self.head_size} numbers of a head turn, which are no pairs")
+        factors = self.rope_short_factor, self.rope_long_factor
+        if self.rope_type == "longrope" and {*map(len, factors)} != {size // 2}:
+            raise ValueError(f"longrope has {size // 2} short and long factors, not {factors!r:.60}")
         if self.rope_type == "longrope" and self.block_size > longest > 0:
             raise ValueError(f"block_size={self.block_size} is more than longrope's original {longest}")
 

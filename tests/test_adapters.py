@@ -179,12 +179,11 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     ),
     f"1 tensors have no place in the base, such as {MODULE}A.weight": tensor(B=None),
     f"1 tensors have no place in the base, such as {MODULE}B.weight": tensor(A=None),
-    f"{MODULE}A.weight is torch.float32 (3, 32), but r=4": tensor(A=torch.ones(3, 32)),
-    "q_proj.weight cannot be read (RuntimeError": tensor(B=torch.ones(16, 4)),
-    f"{MODULE}A.weight is torch.int8 (4, 32), but r=4": tensor(
-        A=torch.ones(4, 32, dtype=torch.int8), B=torch.ones(32, 4, dtype=torch.int8)
-    ),
-    f"{MODULE}A.weight is torch.float32 (8, 32), but r=4": tensor(A=torch.ones(8, 32), B=torch.ones(32, 8)),
+    f"{MODULE}A.weight and B are torch.float32 (3, 32)": tensor(A=torch.ones(3, 32)),
+    f"{MODULE}A.weight and B are torch.float32 (4, 1)": tensor(A=torch.ones(4, 1)),
+    "and torch.float32 (16, 4), not numbers": tensor(B=torch.ones(16, 4)),
+    "and torch.int8 (32, 4), not numbers": tensor(B=torch.ones(32, 4, dtype=torch.int8)),
+    f"{MODULE}A.weight and B are torch.float32 (8, 32)": tensor(A=torch.ones(8, 32), B=torch.ones(32, 8)),
 }
 
 

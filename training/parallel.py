@@ -41,7 +41,7 @@ PATIENCE = timedelta(days=7)
 def start(settings) -> OneProcess:
     """The processes of this run. Raises SnugError if the option and torchrun do not fit together."""
     size, together = int(os.environ.get("WORLD_SIZE", 0)), settings.parallel != "none"
-    if together != (size > 0):  # 0: without torchrun
+    if size == 0 if together else size > 1:  # 0: without torchrun
         raise SnugError(
             f"parallel={settings.parallel!r} and {size} processes of torchrun do not fit; start several with "
             f"torchrun --nproc_per_node=8 {sys.argv[0]} --parallel=ddp"

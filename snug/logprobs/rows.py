@@ -249,4 +249,6 @@ class TokenLogprobs(torch.autograd.Function):
         dlogits = logits.clone(memory_format=torch.contiguous_format)
         again = torch.empty_like(coefficients)
         forward_rows(dlogits, targets, ctx.options, again, overwrite=True, gradient=True)
-        return dlogits.mul_(coefficients[:, None]), None, None
+        for rows in slabs(*logits.shape):
+            dlogits[rows].mul_(coefficients[rows, None])
+        return dlogits, None, None

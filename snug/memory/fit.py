@@ -87,9 +87,10 @@ def fit(dry_run, settings, room: Room):
         if planned.peak <= lowest.peak:
             fitted, lowest = trial, planned
             lowered.append(name)
+    enough = room._replace(device=max(room.device, need(lowest)))
 
     def fits(trial):
-        return room.holds(plan(dry_run, trial))
+        return enough.holds(plan(dry_run, trial))
 
     for name in counted(lowered[::-1], "options"):
         fitted, *slower = (replace(fitted, **{name: value}) for value in steps[name])

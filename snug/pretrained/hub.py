@@ -18,13 +18,13 @@ from pathlib import Path
 from snug.options import in_one_line
 from snug.options.progress import phase
 from snug.pretrained.shapes import read_config
+from snug.pretrained.tensors import weight_files
 
 # Repository, owner, revision. Folders in out/ and models/ are ours, even before there is one.
 NAME = re.compile(r"(?!out/|models/)((\w[\w.-]*)/\w[\w.-]*)(?:@(.+))?")
 SNAPSHOT = re.compile(".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")  # in the cache
 FILES = """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
 chat_template.jinja model.safetensors.index.json adapter_config.json adapter_model.safetensors""".split()
-WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors"]
 
 
 @phase("downloading")
@@ -47,8 +47,11 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     if not (folder / "adapter_config.json").is_file():
         read_config(folder)  # may refuse the model, before its weights are downloaded
     if weights:
+        names = ["model.safetensors"]
+        if (folder / "model.safetensors.index.json").is_file():
+            names = [file.name for file in weight_files(folder)]
         with in_one_line(f"{name}: its weights cannot be downloaded; try again"):
-            snapshot_download(found[1], revision=folder.name, allow_patterns=FILES + WEIGHTS)
+            snapshot_download(found[1], revision=folder.name, allow_patterns=FILES + names)
     return folder
 
 

@@ -237,9 +237,12 @@ def read_weights(places: dict, model, rank=0, adapters=None, scale=0.0):
             pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
             if theirs.keys() >= {*pair}:
                 A, B = (read_tensor(theirs.pop(name), adapters) for name in pair)
-                if len(A) != rank or not A.is_floating_point():
+                needed = (rank, value.shape[1]), (value.shape[0], rank)
+                floats = all(x.is_floating_point() and x.itemsize > 1 for x in (A, B))
+                if (A.shape, B.shape) != needed or not floats:
                     raise SnugError(
-                        f"{adapters}: {pair[0]} is {A.dtype} {tuple(A.shape)}, but r={rank}"
+                        f"{adapters}: {pair[0]} and B are {A.dtype} {tuple(A.shape)} and {B.dtype} {tuple(B.shape)}, "
+                        f"not numbers of 2 bytes or more in {needed}"
                     )
                 value = value.float()
                 value.add_(B.to(value) @ A.to(value), alpha=scale)

@@ -21,6 +21,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
+from datetime import date
 from itertools import islice
 from pathlib import Path
 
@@ -33,12 +34,14 @@ from snug.tokenizer.chat import BREAK, CUT, TURN, Chat
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
+DATE = "chat_date.txt"  # of older runs: the day that their prompts have
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    DATE,
 )
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_VOCAB = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # SHA-256
@@ -247,6 +250,8 @@ def tokenizer_of(folder, files) -> Tokenizer:
         template = {item["name"]: item["template"] for item in template}.get("default")
     if "chat_template.jinja" in files:  # a file comes first, as for transformers
         template = files["chat_template.jinja"].decode()
+    if day := files.get(DATE):
+        names["strftime_now"] = date.fromisoformat(day.decode()).strftime
     if template:
         tokenizer.chat = Chat(template, names, tokenizer.special, folder)
         written = tokenizer.special.get(tokenizer.chat.end)

@@ -25,9 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from snug.options import SnugError, in_one_line, well_formed
 
 BREAK, CUT = "\udffe", "\udffd"
-DAY = date(
-    2024, 7, 26
-)  # what Llama 3.2's template says without a clock: prompts do not change from day to day
+DAY = date(2024, 7, 26)  # of Llama 3.2's template without a clock: prompts are the same every day
 FRAME = re.compile("<(?=/?(tool_response|tool_call|think)>)")
 # A turn of the assistant that other messages answer. END is a lone surrogate too, so no other text has it.
 END = "\udfff"
@@ -51,7 +49,7 @@ class Chat:
 
     def __init__(self, source: str, names: dict, special, folder):
         self.source, self.tools, self.folder = source, None, folder
-        self.variables = names | dict(raise_exception=raise_exception, strftime_now=DAY.strftime)
+        self.variables = dict(raise_exception=raise_exception, strftime_now=DAY.strftime) | names
         # The longest spelling at the leftmost place, as `tokenizers` finds it.
         longest_first = sorted(special, key=len, reverse=True)
         self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
