@@ -47,7 +47,7 @@ def bench(monkeypatch):
 
 
 # The aims of a step in a dry run.
-AIMS = dict(main=1, iteration=2, decode=0, nf4=1, train=8, visit=1, sampling=5, logprobs=4, memory=11, sanitizer=4)
+AIMS = dict(main=1, iteration=2, decode=0, nf4=1, train=8, visit=1, sampling=5, logprobs=3, memory=11, sanitizer=4)
 
 
 @pytest.mark.long

@@ -81,4 +81,4 @@ def test_processes_and_the_option_have_to_fit(tmp_path):
     )
     command = [sys.executable, HOME / "grpo.py", "--parallel=ddp", "--device=cpu"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "start them with torchrun" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "start several with torchrun" in done.stderr and done.stderr.count("\n") == 1
