@@ -155,7 +155,7 @@ class FileTask(Task):
         for split, rows in self.rows.items():
             if not rows and (split == "train" or self.settings.eval_prompts):
                 raise SnugError(
-                    f"data_file={self.file}: no row is in the {split} split{self.dropped}; give more, or eval_prompts=0"
+                    f"{self.file}: no row is in the {split} split{self.dropped}; name a test_file, or eval_prompts=0"
                 )
 
 
