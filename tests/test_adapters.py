@@ -217,10 +217,6 @@ def test_damaged_folders_are_one_line(tmp_path):
         file.unlink(missing_ok=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# In a run
-
-
 @pytest.fixture
 def folders(tmp_path):
     """-> a base and adapters for it."""

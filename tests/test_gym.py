@@ -45,10 +45,6 @@ def rewards(task, rows, answers, **more):
     return task.rewards([row["prompt"] for row in rows], completions, item=[row["item"] for row in rows], **more)
 
 
-# -----------------------------------------------------------------------------
-# With the package
-
-
 @needs_package
 @pytest.mark.parametrize("names", [QUICK, EXECUTING], ids=len)
 def test_right_answers_score_one_and_others_nothing(task_of, names):
@@ -110,10 +106,6 @@ print("done")
     command = [sys.executable, "-c", program, json.dumps(cases)]
     result = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
     assert result.stdout == "done\n", result.stderr
-
-
-# -----------------------------------------------------------------------------
-# Without it
 
 
 class Pretended:

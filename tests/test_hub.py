@@ -132,9 +132,6 @@ def test_a_folder_comes_before_the_hub(cache, monkeypatch):
             find_run(name)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is asked of the library
-
 HUB = (
     "is no folder here, and the hub does not give it; check name and network; a gated model needs its licence accepted"
 )
