@@ -139,8 +139,8 @@ HUB = (
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """A hub with models in tmp_path/tiny, of which the cache has nothing -> what was asked of the library: a repository and
-    a revision each. Files with the names that are asked for come into the cache."""
+    """A stand-in for the hub. It has models in tmp_path/tiny, and its cache is empty at first. -> the repository and the
+    revision of each request. A request puts the files that it names into the cache."""
     with monkeypatch.context() as patch:
         patch.setattr(tensors, "MAX_SHARD_BYTES", 50_000)
         save_pretrained(make_model(vocab_size=257), tmp_path / "tiny/shards", get_tokenizer("bytes"))
