@@ -339,17 +339,17 @@ def test_adapters_are_exported_as_peft_has_them(shape, targets, base_dtype, tmp_
     save_pretrained(base, tmp_path / "base")
     get_tokenizer("bytes").save(tmp_path / "base")
     run_grpo(tmp_path / "base", tmp_path / "run", *LORA, *options, "--reward_funcs=lora_rewards:varied")
-    export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(tmp_path / "run"))
+    export.main(ExportSettings(to=str(tmp_path / "exported"), adapters=True), str(tmp_path / "run"))
     model, tokens = load_run(tmp_path / "run", "cpu").model, torch.arange(20)[None]
     expected = model.logits(model(tokens)).detach()
     with lora.adapters_off(model):
         assert (model.logits(model(tokens)) - expected).abs().max() > 1e-3
-    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    config = json.loads((tmp_path / "exported/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
     if shape == "gpt2":  # one c_proj of two
         assert config["target_modules"][:2] == ["transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj"]
-    written = load_file(tmp_path / "peft/adapter_model.safetensors")
+    written = load_file(tmp_path / "exported/adapter_model.safetensors")
     for entry in entries(vars(model.config), "gpt2" if shape == "gpt2" else "qwen2"):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
         name = f"base_model.model.{entry.name.removesuffix('.weight')}.lora_"
@@ -363,7 +363,7 @@ def test_adapters_are_exported_as_peft_has_them(shape, targets, base_dtype, tmp_
         module.lora_B.data.zero_()
     save_pretrained(lora.merge(model), tmp_path / "dequantized")
     there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized")
-    there = peft.PeftModel.from_pretrained(there, tmp_path / "peft").eval()
+    there = peft.PeftModel.from_pretrained(there, tmp_path / "exported").eval()
     torch.testing.assert_close(there(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -371,7 +371,7 @@ def test_adapters_that_peft_cannot_have_are_refused(sft, tmp_path):
     run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
     for folder, said in ((tmp_path / "run", "is no Hugging Face folder; leave"), (sft, "has no adapters; leave")):
         with pytest.raises(SnugError, match=said):
-            export.main(ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(folder))
+            export.main(ExportSettings(to=str(tmp_path / "exported"), adapters=True), str(folder))
 
 
 def test_a_plain_run_goes_on_from_it(sft, tmp_path, varied_rewards):
