@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import sample
+from helpers.errors import assert_refused
 from helpers.models import make_model
 from helpers.runs import LORA, ONE_DIGIT, refused, run_grpo
 from model import GPT
@@ -207,13 +208,11 @@ def test_damaged_folders_are_one_line(tmp_path):
     before = config.read_text()
     for text in ("[]", "{", ""):
         config.write_text(text)
-        with pytest.raises(SnugError, match="adapter_config.json: cannot be read"):
-            find_run(adapters)
+        assert_refused("adapter_config.json: cannot be read", find_run, adapters)
     config.write_text(before)
     file.write_bytes(file.read_bytes()[:-100])
     for _ in range(2):
-        with pytest.raises(SnugError, match="adapter_model.safetensors cannot be read"):
-            load_run(adapters, "cpu")
+        assert_refused("adapter_model.safetensors cannot be read", load_run, adapters, "cpu")
         file.unlink(missing_ok=True)
 
 
@@ -257,8 +256,7 @@ def test_stopped_and_resumed_is_the_same_run(folders, tmp_path, varied_rewards):
             run_grpo(adapters, tmp_path / "halves", *again)
         file.write_bytes(before)
     change(adapters, lora_alpha=9)
-    with pytest.raises(SnugError, match="which .* does not have; put them back"):
-        load_run(tmp_path / "halves", "cpu")
+    assert_refused("which .* does not have; put them back", load_run, tmp_path / "halves", "cpu")
     change(adapters, lora_alpha=8)
     assert len(run_grpo(adapters, tmp_path / "halves", *again)) == 3
 

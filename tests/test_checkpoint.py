@@ -18,7 +18,7 @@ import torch
 import grpo
 import train_sft
 from helpers import HOME
-from helpers.errors import refusal
+from helpers.errors import assert_refused, refusal
 from helpers.models import make_model
 from helpers.runs import OPTIMIZERS, figures, reward_that_draws, saved, tiny
 from runs import checkpoint, loading
@@ -79,8 +79,7 @@ def same_json(a, b):
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
     """Bits flipped, files cut, pickles in their place: never loaded, never an error while there is another."""
-    with pytest.raises(SnugError, match="has no checkpoint"):
-        checkpoint.newest(tmp_path)
+    assert_refused("has no checkpoint", checkpoint.newest, tmp_path)
     before, path = saved(tmp_path, iteration=2)[2], saved(tmp_path, iteration=4)[2]
     rng = random.Random(0)
     for number in range(60):
@@ -97,10 +96,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
     assert "checkpoint-000004" in notes and "; the one before is used" in notes
     (path / "model.safetensors").write_bytes(b"")
     (before / "state.json").unlink()
-    with pytest.raises(SnugError, match="state.json.*; .* has no undamaged checkpoint"):
-        loading.load_run(tmp_path)
-    with pytest.raises(SnugError, match="model.safetensors is not what was written"):
-        checkpoint.newest(path)
+    assert_refused("state.json.*; .* has no undamaged checkpoint", loading.load_run, tmp_path)
+    assert_refused("model.safetensors is not what was written", checkpoint.newest, path)
 
 
 def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path, number=signal.SIGINT):
@@ -311,8 +308,7 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
         by_name, given, _ = read_settings(GRPOSettings, [f"--resume={settings.out_dir}", word])
         again = dataclasses.replace(settings, resume="auto", **{name: value})
         for changed, chosen in ((by_name, given), (again, {name})):
-            with refusal(said):
-                prepare(changed, chosen)
+            assert_refused(said, prepare, changed, chosen)
     again = dataclasses.replace(settings, resume="auto", max_iters=2)
     prepare(dataclasses.replace(again, teacher=sft.out_dir))
     assert prepare(dataclasses.replace(again, init_from="")).settings.init_from == sft.out_dir

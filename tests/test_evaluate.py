@@ -21,7 +21,7 @@ from data import make_task
 from data.scores import Z, group_scores, majority, pass_at, powers, table, wilson
 from evaluate import run_evaluation
 from helpers import HOME
-from helpers.errors import refusal
+from helpers.errors import assert_refused
 from helpers.models import make_model
 from helpers.runs import disk, hex_run, prepared_by, run_settings
 from model import GPT
@@ -161,8 +161,7 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     assert "Tried to allocate 1 GiB; going on with max_eval_batch=5" in capsys.readouterr().err
     most = 0
     said = r"decoding one completion at a time: CUDA out of memory.*; try a lower --max_new_tokens"
-    with pytest.raises(SnugError, match=said):
-        run_evaluation(*hex_run())
+    assert_refused(said, run_evaluation, *hex_run())
 
 
 def test_the_command_decodes_more_completions_at_a_time_than_a_small_run(monkeypatch):
@@ -269,8 +268,7 @@ def test_a_hugging_face_folder_is_evaluated_on_what_the_command_names(tmp_path, 
             monkeypatch.chdir("model")
         assert str(prepared_by(name, "--task=addition")[2]) == f"out/{place}/evaluation-addition-test.jsonl"
     assert sorted(set((tmp_path / "model").iterdir()) - {tmp_path / "model/out"}) == before
-    with pytest.raises(SnugError, match="model has no task of its own; name one, such as --task=countdown"):
-        prepared_by(tmp_path / "model")
+    assert_refused("model has no task of its own; name one, such as --task=countdown", prepared_by, tmp_path / "model")
 
 
 def test_what_cannot_be_evaluated_is_refused(run_folder):
@@ -287,8 +285,7 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
         ("--max_new_tokens=20", "max_new_tokens of up to 20 are more than block_size=16"),
         (f"--samples_file={home}/rows.jsonl/x", "written; name another, or --samples_file=none .(FileExists|NotADir)"),
     ):
-        with refusal(message):
-            prepared_by(run_folder, *words.split())
+        assert_refused(message, prepared_by, run_folder, *words.split())
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sampled(run_folder, tmp_path):
@@ -324,8 +321,7 @@ def test_options_come_from_the_command_then_the_run_and_another_task_has_the_def
 
 def test_another_data_file_is_refused_where_the_prompts_are_in_a_test_file():
     run = GRPOSettings(task="jsonl", data_file="a", test_file="t")
-    with pytest.raises(SnugError, match="data_file=b: the run trained on all of its file; give --test_file"):
-        changed("--data_file=b", run)
+    assert_refused("data_file=b: the run trained on all of its file; give --test_file", changed, "--data_file=b", run)
     for words, files in (("", "at"), ("--test_file=u", "au"), ("--data_file=b --test_file=", "b")):
         assert changed(words, run).data_file + changed(words, run).test_file == files
     assert changed("--data_file=b", GRPOSettings(task="jsonl", data_file="a")).test_file == ""

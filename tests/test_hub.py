@@ -18,6 +18,7 @@ import evaluate
 import grpo
 import sample
 from helpers import HOME
+from helpers.errors import assert_refused
 from helpers.hub import NAME, NEW, OLD, put
 from helpers.models import make_model
 from helpers.runs import refused
@@ -98,8 +99,7 @@ def test_adapters_are_for_the_commit_of_their_base(cache, folders, monkeypatch):
     assert all(again[name].equal(weight) for name, weight in weights.items())
     assert prepared_by("--lora_rank=2").origin.path.parts[-4:] == ("moved", "models--tiny--model", "snapshots", OLD)
     shutil.rmtree("moved")
-    with pytest.raises(SnugError, match=f"{NAME}@{OLD}: is no folder here, and the hub does not give it"):
-        load_run("out/run", "cpu")
+    assert_refused(f"{NAME}@{OLD}: is no folder here, and the hub does not give it", load_run, "out/run", "cpu")
 
 
 def test_the_commands_write_nothing_into_the_cache(cache, capsys):
@@ -125,11 +125,9 @@ def test_a_folder_comes_before_the_hub(cache, monkeypatch):
     assert prepared_by().settings.init_from == NAME
     snapshot = prepared_by(f"--init_from={cache}/models--tiny--model/snapshots/{OLD}")  # perhaps of another cache
     assert snapshot.settings.init_from.endswith(OLD)
-    with pytest.raises(SnugError, match=r"tiny/modle: there is no such run or model; did you mean tiny/model\?"):
-        find_run("tiny/modle")
+    assert_refused(r"tiny/modle: there is no such run or model; did you mean tiny/model\?", find_run, "tiny/modle")
     for name in ("out/x", "models/x", "nothing", "a/b/c", "/a/b", "./a/b"):
-        with pytest.raises(SnugError, match="there is no such run or model"):
-            find_run(name)
+        assert_refused("there is no such run or model", find_run, name)
 
 
 HUB = (

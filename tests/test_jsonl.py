@@ -20,7 +20,7 @@ from data.rewards import repeat_columns, total_rewards
 from data.task import split_of
 from evaluate import prepare_evaluation
 from grpo import main
-from helpers.errors import refusal
+from helpers.errors import assert_refused, refusal
 from helpers.runs import tiny
 from helpers.tasks import written
 from runs.prepare import prepare
@@ -60,8 +60,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path):
     for number, (line, message) in enumerate(BAD):
         place = (1, 20, 50)[number % 3]
         path = written(tmp_path, [*GOOD[:place], line, *GOOD[place:]])
-        with refusal(f"{path}:{place + 1}: {message}"):
-            task_of(path)
+        assert_refused(f"{path}:{place + 1}: {message}", task_of, path)
 
 
 def rows_of(path, **options):
@@ -151,8 +150,7 @@ def test_with_reward_functions_an_answer_may_be_anything(tmp_path):
         assert [row["answer"] for row in rows_of(path, cls=GRPOSettings, **options)] == answers
     assert not task_of(path, GRPOSettings, **free).scored
     assert task_of(written(tmp_path, GOOD, "good.jsonl"), GRPOSettings, **free).scored
-    with pytest.raises(SnugError, match="answer must be text, a number or a boolean, not"):
-        task_of(path, GRPOSettings)
+    assert_refused("answer must be text, a number or a boolean, not", task_of, path, GRPOSettings)
 
 
 def test_a_row_without_a_column_of_others_has_none_there(tmp_path):
@@ -214,8 +212,7 @@ def test_columns_of_other_names(tmp_path):
     assert task_of(path, test_file=test_file, **names).rows["test"] == [dict(prompt="x", answer=1, solution=1)]
     wrong = names | dict(answer_column="solutoin")
     message = "data.jsonl:1: has no column solutoin; it has prompts, solution; name it with --answer_column=NAME"
-    with pytest.raises(SnugError, match=message):
-        task_of(path, **wrong)
+    assert_refused(message, task_of, path, **wrong)
     path = written(tmp_path, [dict(messages=messages) for messages in conversations(30, "x")])
     with refusal("data.jsonl:1: has no column chat; it has messages; name it with --prompt_colu"):
         task_of(path, GRPOSettings, reward_funcs=["a:b"], prompt_column="chat")
@@ -229,14 +226,11 @@ def test_parquet(tmp_path, monkeypatch):
     assert rows_of(path) == rows and rows_of(path)[7].place == f"{path}: row 8"
     rows[3]["answer"] = None
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(SnugError, match="rows.parquet: row 4: answer must be text, a number or a boolean, not None"):
-        task_of(str(path))
+    assert_refused("rows.parquet: row 4: answer must be text, a number or a boolean, not None", task_of, str(path))
     path.write_bytes(b"PAR1")
-    with pytest.raises(SnugError, match="rows.parquet: cannot be read .ArrowInvalid"):
-        task_of(str(path))
+    assert_refused("rows.parquet: cannot be read .ArrowInvalid", task_of, str(path))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
-    with pytest.raises(SnugError, match="rows.parquet: cannot be read .ModuleNotFoundError: .*pyarrow"):
-        task_of(str(path))
+    assert_refused("rows.parquet: cannot be read .ModuleNotFoundError: .*pyarrow", task_of, str(path))
 
 
 @pytest.mark.parametrize(
@@ -262,8 +256,7 @@ def test_parquet(tmp_path, monkeypatch):
 def test_other_files_that_do_not_serve(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with refusal(message):
-        task_of(str(tmp_path / name))
+    assert_refused(message, task_of, str(tmp_path / name))
 
 
 def test_an_evaluation_asks_no_prompt_twice(tmp_path):
@@ -285,8 +278,7 @@ def test_the_longest_prompt_is_named(tmp_path):
     path, out_dir = long_rows(tmp_path, long={7, 20}), str(tmp_path / "run")
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, block_size=40, max_new_tokens=11)
     said = f"prompts of up to 30 tokens and max_new_tokens of up to 11 are more than block_size=40; shorten {path}:8, "
-    with pytest.raises(SnugError, match=f"{said}or add --drop_long_prompts"):
-        prepare(run)
+    assert_refused(f"{said}or add --drop_long_prompts", prepare, run)
     with pytest.raises(SnugError, match="are more than block_size=39$"):
         prepare(dataclasses.replace(run, max_prompt_length=29, block_size=39))
 
@@ -328,8 +320,7 @@ def test_demonstrations_that_do_not_fit_are_dropped_with_their_prompts(tmp_path)
     gone = [row["prompt"] for row in (rows[8], rows[51])]
     assert prompts_of(prepared) == sorted(row["prompt"] for row in rows if row["prompt"] not in gone)
     assert prepared.longest() == (20, 20)
-    with refusal("20 tokens and demonstrations of up to 40 are more than block_size=40; shorten"):
-        prepare(run)
+    assert_refused("20 tokens and demonstrations of up to 40 are more than block_size=40; shorten", prepare, run)
 
 
 def test_messages_are_not_cut(tmp_path):
@@ -343,17 +334,14 @@ def test_messages_are_not_cut(tmp_path):
     path = long_rows(tmp_path, long=range(0, 50, 2))  # 25 of 50 prompts have 30 bytes, the others 2 or 3
     run = GRPOSettings(task="jsonl", data_file=path, max_prompt_length=20, **options)
     message = "max_prompt_length=20 cuts a prompt of 47 tokens in its chat template; raise it, or drop"
-    with pytest.raises(SnugError, match=message):
-        prepare(run)
+    assert_refused(message, prepare, run)
     prepare(dataclasses.replace(run, max_prompt_length=47))
     assert len(prompts_of(prepare(dataclasses.replace(run, drop_long_prompts=True)))) == 25
     made = GRPOSettings(task="addition", max_prompt_length=26, **options)
-    with pytest.raises(SnugError, match="max_prompt_length=26 cuts a prompt of 27 tokens"):
-        main(prepare(made))
+    assert_refused("max_prompt_length=26 cuts a prompt of 27 tokens", main, prepare(made))
     evaluation = prepare(dataclasses.replace(made, max_prompt_length=0))
     evaluation.settings.max_prompt_length = 20
-    with pytest.raises(SnugError, match="cuts a prompt"):
-        evaluation.encode(evaluation.task.prompts("test", [0])[0]["prompt"])
+    assert_refused("cuts a prompt", evaluation.encode, evaluation.task.prompts("test", [0])[0]["prompt"])
 
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
@@ -368,8 +356,7 @@ def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
     assert said.count(" prompts for training, 0 held out\n") == 2 and "peak_gib=" in said
     with pytest.raises(SnugError, match="no row is in the test split; name a test_file"):
         prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)
-    with pytest.raises(SnugError, match="no row is held out; give --prompt="):
-        sample.main(SampleSettings(), set(), sft.out_dir)
+    assert_refused("no row is held out; give --prompt=", sample.main, SampleSettings(), set(), sft.out_dir)
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
     with pytest.raises(SnugError, match="data_file, test_file or .* has changed; put it back"):
@@ -455,5 +442,4 @@ def test_a_file_of_one_prompt_trains_whatever_its_hash(tmp_path):
         for n in (1, 8):
             path = written(tmp_path, [dict(prompt=f"{text}=", answer=i) for i in range(n)])
             assert task_of(path, eval_prompts=0).size("train") == n
-            with pytest.raises(SnugError, match="no row is in the test split; name a test_file"):
-                task_of(path)
+            assert_refused("no row is in the test split; name a test_file", task_of, path)

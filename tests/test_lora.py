@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_sft
+from helpers.errors import assert_refused
 from helpers.models import DEVICE, make_model
 from helpers.runs import LORA, ONE_DIGIT, run_grpo
 from model import make_model as make_gpt
@@ -155,16 +156,13 @@ def test_adapters_whose_weights_changed_broke_or_went_are_refused(sft, tmp_path)
     manifest = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(manifest + " ")
     others = "has adapters for the weights in .*base/checkpoint-000010, which .* does not have"
-    with pytest.raises(SnugError, match=others):
-        load_run(tmp_path / "run")
+    assert_refused(others, load_run, tmp_path / "run")
     (path / "manifest.json").write_text(manifest)
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[:-100] + bytes(100))
-    with pytest.raises(SnugError, match="model.safetensors is not what was written"):
-        load_run(tmp_path / "run")
+    assert_refused("model.safetensors is not what was written", load_run, tmp_path / "run")
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(SnugError, match="base/checkpoint-000010 does not have; put them back"):
-        load_run(tmp_path / "run")
+    assert_refused("base/checkpoint-000010 does not have; put them back", load_run, tmp_path / "run")
 
 
 def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
@@ -179,8 +177,7 @@ def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
     (tmp_path / "a").rename(tmp_path / "b")
     load_run(tmp_path / "b" / "run")
     (tmp_path / "b" / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(SnugError, match="does not have"):
-        load_run(tmp_path / "b" / "run")
+    assert_refused("does not have", load_run, tmp_path / "b" / "run")
     run_grpo(sft, tmp_path / "other", "--max_iters=1")
     again = tmp_path / "b" / "run", *LORA, "--resume=auto", "--max_iters=3"
     with pytest.raises(SnugError, match=f"has adapters for the weights in .*, which {tmp_path}/other does not have"):
@@ -196,15 +193,12 @@ def test_other_adapters_are_another_run(sft, tmp_path):
         ("--lora_target_modules=qkv", "lora_target_modules was"),
         ("--lora_rank=0", "lora_rank was 4, is 0"),
     ):
-        with pytest.raises(SnugError, match=said):
-            run_grpo(sft, tmp_path / "run", *LORA, "--resume=auto", change)
-    with pytest.raises(SnugError, match="is in out_dir"):
-        run_grpo(newest(tmp_path / "run"), tmp_path / "run", *LORA)
+        assert_refused(said, run_grpo, sft, tmp_path / "run", *LORA, "--resume=auto", change)
+    assert_refused("is in out_dir", run_grpo, newest(tmp_path / "run"), tmp_path / "run", *LORA)
 
 
 def test_live_adapters_are_not_left_out_of_an_export(tmp_path):
-    with pytest.raises(SnugError, match="lora.merge"):
-        save_pretrained(with_adapters("gpt2"), tmp_path / "out")
+    assert_refused("lora.merge", save_pretrained, with_adapters("gpt2"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -11,10 +11,10 @@ import pytest
 
 import grpo
 import train_sft
+from helpers.errors import assert_refused
 from helpers.runs import PROMPTS, SMALL
 from runs.checkpoint import newest
 from runs.log import read_log
-from snug.options import SnugError
 from training.notebook import write_prompts
 
 
@@ -44,8 +44,7 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     assert run.log[0]["reward_mean"] < 1
     texts = run.sample("2+3=", n=3, max_new_tokens=2)
     assert len(texts) == 3 and all(isinstance(text, str) for text in texts) and run.sample(n=1)
-    with pytest.raises(SnugError, match="block_size"):
-        run.sample("1" * 999)
+    assert_refused("block_size", run.sample, "1" * 999)
     scores = run.evaluate(num_prompts=5)
     assert scores["pass_at_1"] <= 1 and "  pass_at_1" in capsys.readouterr().out
     data = json.loads((tmp_path / "run/settings.json").read_text())["data_file"]
@@ -62,8 +61,7 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
         ),
         (dict(prompts=["a=", "b="]), 'prompts: each row must be {"prompt": ...}, of values'),
     ):
-        with pytest.raises(SnugError, match=message):
-            grpo.train(**options | wrong)
+        assert_refused(message, grpo.train, **options | wrong)
 
 
 def test_each_list_of_prompts_has_its_own_file(tmp_path):
@@ -146,8 +144,7 @@ def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
         KeyboardInterrupt, match="^--resume=auto goes on from the beginning, for nothing was saved yet$"
     ):
         grpo.train(reward_funcs=[pressing], **options)
-    with pytest.raises(SnugError, match="has no checkpoint; name a run.s folder"):
-        grpo.train(resume=run.folder)
+    assert_refused("has no checkpoint; name a run.s folder", grpo.train, resume=run.folder)
     when = 1
     assert signal.getsignal(signal.SIGINT) is handler and (tmp_path / "run.1").exists()
     run = grpo.train(resume=f"{tmp_path}/run.1", reward_funcs=[pressing])

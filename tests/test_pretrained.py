@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.errors import assert_refused
 from helpers.families import change_config, their_model, transformers
 from helpers.models import logits_of, make_model
 from helpers.runs import refused
@@ -45,10 +46,8 @@ def test_a_smaller_block_size_than_the_folders_limits_the_run(tmp_path):
 
     theirs = read_shape(tmp_path / "model")["block_size"]
     assert shape(20)["block_size"] == shape(theirs)["block_size"] == theirs > 20
-    with pytest.raises(SnugError, match="more than block_size=13"):
-        shape(13)
-    with pytest.raises(SnugError, match=f"block_size={theirs + 1}, but .* has {theirs}; leave block_size out"):
-        shape(theirs + 1)
+    assert_refused("more than block_size=13", shape, 13)
+    assert_refused(f"block_size={theirs + 1}, but .* has {theirs}; leave block_size out", shape, theirs + 1)
 
 
 def test_a_mistral_has_a_window_unless_its_file_says_no(tmp_path):
@@ -184,8 +183,7 @@ def test_a_broken_config_is_one_line(folder):
     assert read_shape(folder) == shape
     for text in ("", "[]", "{", '{"model_type": "gpt2", "vocab_size": 1e99}'):
         file.write_text(text)
-        with pytest.raises(SnugError, match="config.json"):
-            GPT.from_pretrained(folder)
+        assert_refused("config.json", GPT.from_pretrained, folder)
 
 
 def test_broken_weights_are_one_line(folder):
@@ -204,31 +202,26 @@ def test_broken_weights_are_one_line(folder):
             GPT.from_pretrained(folder)
         assert said in str(error.value)
     (folder / "model.safetensors").write_bytes(b"\x80\x04pickle")
-    with pytest.raises(SnugError, match="cannot be read"):
-        GPT.from_pretrained(folder)
+    assert_refused("cannot be read", GPT.from_pretrained, folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(SnugError, match="files are pickles, which are never loaded"):
-        GPT.from_pretrained(folder)
+    assert_refused("files are pickles, which are never loaded", GPT.from_pretrained, folder)
 
 
 def test_an_index_that_names_no_file_is_one_line(folder):
     (folder / "model.safetensors").unlink()
     for file, said in ((7, "index.json: cannot be read"), ("gone.safetensors", "gone.safetensors cannot be read")):
         (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict(a=file))))
-        with pytest.raises(SnugError, match=said):
-            GPT.from_pretrained(folder)
+        assert_refused(said, GPT.from_pretrained, folder)
 
 
 def test_shapes_without_an_architecture_are_refused_and_nothing_is_left(tmp_path):
     for parts in (dict(norm="rmsnorm"), dict(mlp="swiglu"), dict(n_kv_head=2), dict(qk_norm=True)):
         model = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=4, n_embd=16, **parts))
-        with pytest.raises(SnugError, match="the nearest architecture, cannot have"):
-            save_pretrained(model, tmp_path / "a")
+        assert_refused("the nearest architecture, cannot have", save_pretrained, model, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_there_is_not_overwritten(folder):
     before = sorted(p.name for p in folder.iterdir())
-    with pytest.raises(SnugError, match="is there already"):
-        save_pretrained(GPT.from_pretrained(folder), folder)
+    assert_refused("is there already", save_pretrained, GPT.from_pretrained(folder), folder)
     assert sorted(p.name for p in folder.iterdir()) == before

@@ -12,13 +12,13 @@ import safetensors.torch
 import torch
 
 import grpo
+from helpers.errors import assert_refused
 from helpers.models import make_model
 from helpers.runs import figures, progress, reward_that_draws, tiny
 from runs import checkpoint
 from runs.prepare import prepare
 from runs.saver import Saver, best_of
 from settings import SFTSettings
-from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 from training.optimizer import make_optimizer, optimizer_step
 
@@ -168,8 +168,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     run.save(2, last=False)
     bad = "checkpoint-000002 is not written: exp_avg.blocks.1.mlp.down.weight has NaN or infinity; the training goes on"
     assert bad in run.messages[0]
-    with pytest.raises(SnugError, match="checkpoint-000003 is not written"):
-        run.save(3)
+    assert_refused("checkpoint-000003 is not written", run.save, 3)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,7 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, o
     before = {path: path.read_bytes() for path in checkpoint.newest(tmp_path).iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken(number))
-        with pytest.raises(SnugError, match=f"checkpoint-000002 cannot be .*{os.strerror(number)}"):
-            run.save(2)
+        assert_refused(f"checkpoint-000002 cannot be .*{os.strerror(number)}", run.save, 2)
     assert run.kept() == [1] and {path: path.read_bytes() for path in before} == before
     run.save(2)
     assert checkpoint.newest(tmp_path).name == "checkpoint-000002"
@@ -216,8 +214,7 @@ def test_an_iteration_that_fails_before_its_step_loses_nothing(tmp_path):
 
     stopped = dataclasses.replace(settings, out_dir=str(tmp_path / "stopped"))
     random.seed(3), np.random.seed(3)
-    with pytest.raises(SnugError, match="fails raised ZeroDivisionError: 'none'"):
-        trained(stopped, fails)
+    assert_refused("fails raised ZeroDivisionError: 'none'", trained, stopped, fails)
     assert checkpoint.newest(stopped.out_dir).name == "checkpoint-000003"
     assert "stopped/checkpoint-000003\n" in (tmp_path / "stopped/log.txt").read_text()
     trained(dataclasses.replace(stopped, resume="auto"), reward_that_draws)

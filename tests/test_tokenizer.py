@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from helpers.errors import refusal
+from helpers.errors import assert_refused, refusal
 from helpers.tokenizers import (
     FAMILIES,
     HERMES,
@@ -77,8 +77,7 @@ def test_gpt2_is_tiktokens(gpt2):
 def test_gpt2_without_its_files(monkeypatch, tmp_path, error):
     monkeypatch.setattr("tiktoken.load.read_file", Mock(side_effect=error))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(SnugError, match="set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes"):
-        get_tokenizer("gpt2")
+    assert_refused("set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes", get_tokenizer, "gpt2")
 
 
 # -----------------------------------------------------------------------------
@@ -184,8 +183,7 @@ STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 2
 def test_stop_tokens(tmp_path, files, expected):
     folder = folder_of(tmp_path, added(small(), "<b>", "</s>", special=False), **files)
     if isinstance(expected, str):
-        with pytest.raises(SnugError, match=expected):
-            get_tokenizer(folder)
+        assert_refused(expected, get_tokenizer, folder)
         return
     tokenizer = get_tokenizer(folder)
     assert (tokenizer.stop_tokens, tokenizer.stop_token, tokenizer.n_vocab) == (expected, expected[0], 259)
@@ -246,8 +244,7 @@ def test_bytes_and_gpt2_are_saved(name, request, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "gpt3", "no/such/folder", "tokenizer.json@0123456789ab"])
 def test_names_of_no_tokenizer(name):
-    with pytest.raises(SnugError, match="is not one of bytes, gpt2, or a folder that has a tokenizer.json"):
-        get_tokenizer(name)
+    assert_refused("is not one of bytes, gpt2, or a folder that has a tokenizer.json", get_tokenizer, name)
 
 
 PANICS = json.loads(json.dumps(llama3_like()))  # in Rust: a BaseException, and no Exception
@@ -274,8 +271,7 @@ def test_a_rule_of_cutting_that_never_ends_is_one_line(tmp_path):
         folder_of(tmp_path, small() | dict(pre_tokenizer=split), chat_template="{{ messages[0].content }}")
     )
     for prompt in ("a" * 60 + "!", [user("a" * 60 + "!")]):
-        with refusal(f"{tmp_path}/tokenizer.json: cannot encode a text of 61 characters"):
-            ours.encode_prompt(prompt)
+        assert_refused(f"{tmp_path}/tokenizer.json: cannot encode a text of 61 characters", ours.encode_prompt, prompt)
     assert ours.encode_prompt("abc") and not ours.lock.locked()
 
 
@@ -377,8 +373,7 @@ def test_where_templates_stand(tmp_path):
     for tokenizer in (chat_of(tmp_path, templates[:1]), chat_of(tmp_path, None), BYTES):
         with refusal("prompts of messages need a model with a chat template: name one, such as --init_from="):
             tokenizer.encode_prompt([user("")])
-    with pytest.raises(SnugError, match="has no tokenizer that can be read"):
-        chat_of(tmp_path, [{}])
+    assert_refused("has no tokenizer that can be read", chat_of, tmp_path, [{}])
     folder = folder_of(tmp_path, small(), chat_template="the file", tokenizer_config=dict(chat_template="the config"))
     ours = get_tokenizer(folder)
     assert ours.decode(ours.encode_prompt([user("")])) == "the file"
@@ -393,8 +388,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("source", BROKEN)
 def test_templates_that_fail_or_reach_for_python(tmp_path, source):
-    with refusal("the chat template fails .[A-Z]"):
-        rendered(tmp_path, source)
+    assert_refused("the chat template fails .[A-Z]", rendered, tmp_path, source)
 
 
 # -----------------------------------------------------------------------------
@@ -451,10 +445,8 @@ def test_what_stands_between_a_turn_and_its_end(chats, tmp_path):
 def test_replies_that_a_template_refuses(tmp_path):
     only = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no\ntools') }}{% endif %}{{ m.content }}{% endfor %}"
     for source, why in ((only, "TemplateError: no tools"), ("{{ messages[-1].content }}", "it leaves out a message")):
-        with refusal(f"the chat template fails .{why}"):
-            chat_of(tmp_path, source).encode_reply([tool("5")], True)
-    with pytest.raises(SnugError, match="need a model with a chat template"):
-        BYTES.encode_reply([tool("5")], True)
+        assert_refused(f"the chat template fails .{why}", chat_of(tmp_path, source).encode_reply, [tool("5")], True)
+    assert_refused("need a model with a chat template", BYTES.encode_reply, [tool("5")], True)
     assert chat_of(tmp_path, "{{ builtin_tools }}").chat.call_form == "inline"
 
 

@@ -17,7 +17,7 @@ import pytest
 from data.episodes import Episode, make_toolbox
 from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
 from helpers.episodes import call, hermes, tool_of
-from helpers.errors import PanicException, refusal
+from helpers.errors import PanicException, assert_refused
 from settings import GRPOSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
@@ -74,14 +74,12 @@ HINTS = tuple[int, ...], "NoSuchType"
     "function", [lambda a: a, undescribed, *(tool_of("add", lambda a: a, a=hint) for hint in HINTS)]
 )
 def test_a_function_without_a_schema_is_refused(function):
-    with refusal("^tool .* has no JSON schema; a tool needs a docstring "):
-        schema_of(function)
+    assert_refused("^tool .* has no JSON schema; a tool needs a docstring ", schema_of, function)
 
 
 def test_transformers_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
-    with pytest.raises(SnugError, match="^tools and environments need transformers: pip install transformers"):
-        schema_of(search)
+    assert_refused("^tools and environments need transformers: pip install transformers", schema_of, search)
 
 
 def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
@@ -100,8 +98,7 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
         "snug_test_tools:cal": "snug_test_tools has no function cal; did you mean calc",
         "snug_test_absent:f": "no module snug_test_absent in",
     }.items():
-        with refusal(f"tools='{spec}': {message}"):
-            load_tools([spec])
+        assert_refused(f"tools='{spec}': {message}", load_tools, [spec])
     tokenizer = get_tokenizer("bytes")
     tokenizer.chat = SimpleNamespace(tools=["another run's"])
     assert make_toolbox(GRPOSettings(environment="snug_test_tools:Game"), tokenizer).schemas == []
@@ -112,8 +109,7 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     with pytest.raises(SnugError, match="^tools: environment=Counter has a method add, too; rename one$"):
         functions = {"Counter": Counter, "add": tool_of("add", lambda: 1)}
         make_toolbox(GRPOSettings(tools=["add"], environment="Counter"), tokenizer, functions)
-    with pytest.raises(SnugError, match="environment='Game': write module:Class"):
-        make_toolbox(GRPOSettings(environment="Game"), tokenizer)
+    assert_refused("environment='Game': write module:Class", make_toolbox, GRPOSettings(environment="Game"), tokenizer)
 
 
 def test_methods_of_an_environment():
@@ -375,8 +371,7 @@ def test_no_exception_of_a_tool_ends_the_run(error, kind):
             toolbox = make_toolbox(GRPOSettings(environment="Counter"), get_tokenizer("bytes"), {"Counter": Counter})
             toolbox.environments[0].reply = Mock(side_effect=error)
             episode = Episode(toolbox, dict(prompt="a"), toolbox.environments[0])
-            with pytest.raises(SnugError, match="^environment Counter.reply raised"):
-                pool.submit(episode.of_environment, "reply", {}).result()
+            assert_refused("^environment Counter.reply raised", pool.submit(episode.of_environment, "reply", {}).result)
         else:
             functions = FUNCTIONS | dict(f=(Mock if kind == "plain" else AsyncMock)(side_effect=error))
             calls = [call("f"), call("ok", a=1), call("later", a=5)]

@@ -17,3 +17,9 @@ def refusal(message):
     with pytest.raises(SnugError, match=message) as caught:
         yield
     assert "\n" not in str(caught.value)
+
+
+def assert_refused(message, function, *arguments, **options):
+    """The call raises a SnugError of one line that has this, a regular expression."""
+    with refusal(message):
+        function(*arguments, **options)
