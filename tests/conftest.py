@@ -6,8 +6,12 @@ import os
 import pytest
 import torch
 
+import train_sft
 from helpers.models import DEVICE
-from snug.options import progress
+from helpers.runs import ONE_DIGIT
+from runs.prepare import prepare
+from settings import SFTSettings
+from snug.options import progress, read_settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes whose threads wait for one another crawl
     torch.set_num_threads(1)
@@ -51,6 +55,15 @@ def varied_rewards(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     text = "def varied(prompts, completions, **columns):\n    return [float(len(set(text))) for text in completions]\n"
     (tmp_path / "lora_rewards.py").write_text(text)
+
+
+@pytest.fixture(scope="session")
+def sft(tmp_path_factory):
+    """-> the folder of a short SFT run, to begin from."""
+    folder = tmp_path_factory.mktemp("runs") / "sft"
+    words = "--max_iters=10 --batch_size=32 --n_embd=64 --n_head=2 --block_size=24 --save_interval=0"
+    train_sft.main(prepare(*read_settings(SFTSettings, [*ONE_DIGIT, *words.split(), f"--out_dir={folder}"])[:2]))
+    return folder
 
 
 def pytest_addoption(parser):

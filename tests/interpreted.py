@@ -74,6 +74,18 @@ def run_interpreted(file, at_least, request=None):
     assert passed >= (1 if chosen == "only" else at_least), result.stdout[-4000:]
 
 
+def in_the_interpreter(file, at_least):
+    """-> a test that runs a file's tests in the interpreter; so many have to pass."""
+
+    @compiles
+    @pytest.mark.long
+    @pytest.mark.skipif(triton is None, reason="Triton is not installed")
+    def test(request):
+        run_interpreted(file, at_least, request)
+
+    return test
+
+
 def compile_for_amd(kernel, source, options):
     """With what `launch` leaves of the options."""
     options.pop("maxnreg", None)

@@ -186,15 +186,6 @@ def fake_streams():
         yield races
 
 
-forgotten_waits = pytest.mark.parametrize(
-    "forgotten",
-    [
-        pytest.param(("streams.Event.wait", lambda self: None), id="compute does not wait for a copy"),
-        pytest.param(("streams.Stream.wait_stream", lambda self, other: None), id="a copy does not wait for compute"),
-    ],
-)  # arguments of monkeypatch.setattr
-
-
 def tensors(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 

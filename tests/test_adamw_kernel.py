@@ -7,7 +7,7 @@ import torch
 
 from helpers.kernels import ahead_of_time
 from helpers.models import DEVICE
-from interpreted import INTERPRETED, compiles, cubin_resources, in_kernels, long, run_interpreted
+from interpreted import INTERPRETED, cubin_resources, in_kernels, in_the_interpreter, long
 from snug.kernels import adamw as module
 from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, numbers_of
 
@@ -38,10 +38,7 @@ def copies(tensors):
     return [None if x is None else x.clone() for x in tensors]
 
 
-@pytest.mark.long
-@compiles
-def test_values_in_the_interpreter(request):
-    run_interpreted(__file__, 12, request)
+test_values_in_the_interpreter = in_the_interpreter(__file__, 12)
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import train_sft
 from batch import Cut, Sequences, make_micro_batch
+from helpers.kernels import Ops
 from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.rollouts import as_on_cuda, some_rollouts
 from settings import GRPOSettings, SFTSettings
@@ -173,18 +173,6 @@ def test_rounded_rows_have_the_same_loss_and_gradient(shape, multiple):
         torch.testing.assert_close(other[1], one[1], rtol=1e-10, atol=1e-12)
 
 
-class Calls(TorchDispatchMode):
-    """Names of the operations that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name().partition("::")[2].partition(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     "variant", [dict(), dict(beta=0.1, importance_sampling_cap=2.0), dict(importance_sampling_level="sequence")]
 )
@@ -195,12 +183,12 @@ def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
     waits = []
     for most in (0, 40):
         cut = Cut(rollouts, max_tokens=most, group_size=4)
-        with Calls() as calls:
+        with Ops() as calls:
             both_loops(model, rollouts, cut, **variant)
             frozen.trainer_logprobs(model, rollouts, cut, GRPOSettings())
         assert not {"nonzero", "masked_select", "is_nonzero", "equal"} & set(calls.names)
         waits.append(calls.names.count("_local_scalar_dense"))
     assert len(cut.steps[0]) >= 3 and waits[1] <= waits[0]  # a step's metrics are read at its end
-    with Calls() as calls:
+    with Ops() as calls:
         make_micro_batch(rollouts, cut.steps[0][0], cut)
     assert calls.names.count("lift_fresh") == 1  # a tensor made from numbers of the host

@@ -20,7 +20,7 @@ from data.episodes import CUT, LONGEST_TOKEN, Episodes, as_text, make_toolbox
 from helpers.episodes import CHATS, call, hermes, sampled, says, tool_of
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
-from helpers.tokenizers import HERMES, added, folder_of, qwen_like, tool, tooled, user
+from helpers.tokenizers import HERMES, added, folder_of, qwen_like, tool, user
 from runs.prepare import prepare
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings
@@ -504,14 +504,6 @@ def test_the_first_text_of_an_environment_is_in_the_prompt(chats):
     assert seen == [(rows[0]["prompt"], 1, dict(a=2))] * 2 + [("2+2=", 0, dict(a=3))] * 2
     episodes = episodes_of(chats["hermes"], made_of(reset), [dict(prompt="2+2=", level=3)])
     assert episodes.rows == [dict(prompt="2+2= Level 3.", level=3)]
-
-
-def test_an_environment_without_tools_leaves_the_prompt_as_it_is(tmp_path):
-    """Llama 3.1's template writes other prompts wherever there is a list of tools, even an empty one."""
-    _, tokenizer = tooled(tmp_path, "llama3.1")
-    before = tokenizer.encode_prompt(QUESTION)
-    make_toolbox(GRPOSettings(environment="E"), tokenizer, dict(E=Simulator))
-    assert tokenizer.encode_prompt(QUESTION) == before
 
 
 def test_an_environment_is_made_once_and_reset_for_each_episode(chats):

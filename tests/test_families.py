@@ -112,13 +112,6 @@ def test_gradients_are_transformers(pair):
         torch.testing.assert_close(value, expected[entry.name], atol=1e-10, rtol=1e-10, msg=entry.name)
 
 
-def test_each_kind_of_layer_is_there_twice(pair):
-    c = GPTConfig(**read_shape(pair[1]))
-    kinds = [(c.rope(layer), c.windows[layer]) for layer in range(c.n_layer)]
-    assert min(kinds.count(kind) for kind in kinds) >= 2
-    assert len({*kinds}) == 1 + bool(c.full_every or c.nope_every)
-
-
 @some("gemma3", "phi4-mini")
 @pytest.mark.parametrize("way", ["none", "block", "selective"])
 def test_packed_rows_are_padded_ones(pair, way):

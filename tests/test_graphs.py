@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.models import make_flat_model
 from helpers.rollouts import rows_of
-from interpreted import INTERPRETED, compiles, long, run_interpreted
+from interpreted import INTERPRETED, in_the_interpreter, long
 from sample import generate_naive, sample_groups
 from snug import lora
 from snug.decoding import decode_batch, recorder
@@ -29,12 +29,7 @@ WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal,
 ON_HOST = {torch.tensor, torch.as_tensor, torch.from_numpy}
 ON_HOST |= {getattr(torch.Tensor, name) for name in ("cpu", "numpy", "tolist", "item", "pin_memory", "__array__")}
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-
-
-@pytest.mark.long
-@compiles
-def test_in_the_interpreter(request):
-    run_interpreted(__file__, 3, request)
+test_in_the_interpreter = in_the_interpreter(__file__, 3)
 
 
 def tensors_in(*values):

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.kernels import LONG_ROWS, RAGGED, ahead_of_time, assert_near, make_cache, make_rows, run_rows, step
+from helpers.kernels import LONG_ROWS, RAGGED, ahead_of_time, assert_near, make_cache, make_rows, run_rows
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
-from interpreted import INTERPRETED, SHARED, compiles, in_kernels, long, run_interpreted
+from interpreted import INTERPRETED, SHARED, compiles, in_kernels, in_the_interpreter, long, run_interpreted
 from interpreted import cubin_resources as resources
 from sample import generate_naive, sample_groups
 from snug.decoding import attention, draw, kvcache
@@ -28,12 +28,7 @@ from snug.logprobs import rows
 from snug.logprobs.rows import tile
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-
-@compiles
-@pytest.mark.long
-def test_values_in_the_interpreter(request):
-    run_interpreted(__file__, 9, request)
+test_values_in_the_interpreter = in_the_interpreter(__file__, 9)
 
 
 @compiles
@@ -154,16 +149,6 @@ def test_kernel_attends(shape, dtype, rotary, stretch, schedule, programs, launc
     assert run_rows(cache, config, prompts, schedule, tolerance, rotary) == sum(map(len, schedule))
     assert programs is None or launches == [programs] * len(RAGGED) * INTERPRETED
     assert not cache.counters.any()  # a replay finds them as the recording did
-
-
-@in_kernels
-def test_kernel_takes_queries_and_keys_of_another_type():
-    """As autocast leaves them behind a norm of queries and keys."""
-    cache, _, _ = make_cache(torch.float16, kv_heads=1)
-    q, k, v = (torch.randn(3, heads, 1, 8, dtype=torch.float16, device=DEVICE) for heads in (4, 1, 1))
-    expected = step(cache, [0, 1, 1], [0, 0, 0], q, k, v)
-    y = step(cache, [0, 1, 1], [0, 0, 0], q.float(), k.float(), v)
-    assert y.equal(expected) and y.dtype == torch.float16
 
 
 @in_kernels

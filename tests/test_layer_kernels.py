@@ -10,20 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.kernels import ahead_of_time
+from helpers.kernels import Ops, ahead_of_time
 from helpers.models import DEVICE, LLAMA, make_model
 from interpreted import (
     INTERPRETED,
     KERNELS,
     SHARED,
-    compiles,
     cubin_resources,
     forbid_plain_torch,
     in_kernels,
+    in_the_interpreter,
     long,
-    run_interpreted,
 )
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
@@ -39,13 +37,7 @@ from snug.memory.ledger import LiveBytes
 
 DEQUANTIZE_TORCH = nf4.dequantize_torch
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-
-
-@pytest.mark.long
-@compiles
-@pytest.mark.skipif(triton is None, reason="Triton is not installed")
-def test_values_in_the_interpreter(request):
-    run_interpreted(__file__, 30, request)
+test_values_in_the_interpreter = in_the_interpreter(__file__, 30)
 
 
 @pytest.fixture(autouse=True)
@@ -333,18 +325,6 @@ def test_adapters_add_to_products_that_add(autocast, monkeypatch):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is kept for backward.
-
-
-class Ops(TorchDispatchMode):
-    """The names of all ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def planned_forward(kind, dtype, autocast=False, **changes):

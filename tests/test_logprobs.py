@@ -7,9 +7,8 @@ import torch
 
 from helpers.kernels import BF16, F16, F32, F64, assert_near, make_rows, plain, tolerance
 from helpers.models import DEVICE
-from interpreted import INTERPRETED, KERNELS, compiles, forbid_plain_torch, run_interpreted
+from interpreted import INTERPRETED, KERNELS, forbid_plain_torch, in_the_interpreter
 from snug.device.kinds import MIB
-from snug.kernels import triton
 from snug.logprobs import head_logprobs, head_loss, rows, token_logprobs
 from snug.logprobs.head import add_product, rows_per_chunk
 from snug.logprobs.rows import SCRATCH
@@ -17,14 +16,7 @@ from snug.memory.ledger import LiveBytes
 
 plain_only = pytest.mark.skipif(INTERPRETED, reason="plain torch on a CPU: not again in the interpreter's process")
 on_cpu = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="counts CPU storages")
-
-
-@compiles
-@pytest.mark.long
-@pytest.mark.skipif(triton is None, reason="Triton is not installed")
-def test_the_kernels_in_the_interpreter(request):
-    """The tests of values, again with Triton's kernels."""
-    run_interpreted(__file__, 20, request)
+test_the_kernels_in_the_interpreter = in_the_interpreter(__file__, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -8,18 +8,15 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train_sft
 from helpers.errors import assert_refused
 from helpers.models import DEVICE, make_model
-from helpers.runs import LORA, ONE_DIGIT, run_grpo
+from helpers.runs import LORA, run_grpo
 from model import make_model as make_gpt
 from runs.checkpoint import find_run, newest
 from runs.loading import load_run, load_weights
-from runs.prepare import prepare
 from sample import sample_groups
-from settings import SFTSettings
 from snug import lora
-from snug.options import SnugError, read_settings
+from snug.options import SnugError
 from snug.pretrained.tensors import save_pretrained
 
 TARGETS = ["qkv", "proj", "up", "down"]
@@ -110,15 +107,6 @@ def adapters_of(*matrices):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In a run
-
-
-@pytest.fixture(scope="module")
-def sft(tmp_path_factory):
-    """-> the folder of a short SFT run, to begin from."""
-    folder = tmp_path_factory.mktemp("runs") / "sft"
-    options = ["--max_iters=10", "--batch_size=32", "--n_embd=32", "--n_head=2", "--block_size=24", "--save_interval=0"]
-    train_sft.main(prepare(*read_settings(SFTSettings, [*ONE_DIGIT, *options, f"--out_dir={folder}"])[:2]))
-    return folder
 
 
 def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, varied_rewards):

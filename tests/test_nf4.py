@@ -14,27 +14,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import train_sft
 from batch import Cut
 from helpers import HOME
 from helpers.models import DEVICE, SHAPES, make_flat_model, make_model
 from helpers.rollouts import WAYS, K, assert_same_gradient, gradient, make_rollouts
-from helpers.runs import ONE_DIGIT, run_grpo
+from helpers.runs import run_grpo
 from model import GPT
 from model import make_model as make_gpt
 from padded import a_few, padded
 from runs import export
 from runs.checkpoint import find_run, newest, seal
 from runs.loading import load_run, load_weights
-from runs.prepare import prepare
-from settings import ExportSettings, GRPOSettings, SFTSettings
+from settings import ExportSettings, GRPOSettings
 from snug import lora
 from snug.device.kinds import PlanningMode
 from snug.kernels import nf4, triton
 from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import NF4, Quantized, quantize, takes_product, weights_of
 from snug.memory import MemoryMeter
-from snug.options import SnugError, read_settings
+from snug.options import SnugError
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
 from snug.tokenizer import get_tokenizer
@@ -225,33 +223,20 @@ def test_nothing_of_a_matrix_is_kept_for_backward():
 # Folders
 
 
-def test_a_plain_folder_becomes_what_bitsandbytes_makes_of_each_matrix(tmp_path):
-    save_pretrained(make_model("llama", qk_norm=False, proj_bias=False), tmp_path / "plain")
-    tensors = load_file(tmp_path / "plain" / "model.safetensors")
-    ours = make_gpt(read_shape(tmp_path / "plain"), "cpu", initialise=False, base_dtype="nf4")
-    read_weights(look_at_weights(tmp_path / "plain"), ours)
-    for i, block in enumerate(ours.blocks):
-        for matrix, names in (
-            (block.attention.qkv, ["q_proj", "k_proj", "v_proj"]),
-            (block.mlp.up, ["gate_proj", "up_proj"]),
-        ):
-            half = "self_attn" if len(names) == 3 else "mlp"
-            parts = [tensors[f"model.layers.{i}.{half}.{name}.weight"] for name in names]
-            expected = torch.cat([values_of(quantize(part), part.shape) for part in parts])
-            assert torch.equal(matrix.weight.dequantized(torch.float32), expected)
-    assert torch.equal(ours.blocks[0].attention.qkv.bias[:32], tensors["model.layers.0.self_attn.q_proj.bias"])
-
-
-def test_a_gpt2s_matrices_are_turned(tmp_path):
-    model = make_model("gpt2")
+@pytest.mark.parametrize("shape, parts", [("gpt2", {}), ("llama", {"qkv": [32, 16, 16], "up": [64, 64]})])
+def test_a_plain_folder_becomes_what_bitsandbytes_makes_of_each_matrix(shape, parts, tmp_path):
+    """Of each matrix of the folder, here a part of ours; GPT-2's are turned."""
+    model = make_model(shape, **dict(n_hidden=64, qk_norm=False, proj_bias=False) if shape == "llama" else {})
     save_pretrained(model, tmp_path / "plain")
     ours = make_gpt(read_shape(tmp_path / "plain"), "cpu", initialise=False, base_dtype="nf4")
     read_weights(look_at_weights(tmp_path / "plain"), ours)
     for name, weight in weights_of(ours).items():
         there = model.get_parameter(name).detach()
         values = weight.dequantized(torch.float32) if isinstance(weight, NF4) else weight
-        expected = values_of(quantize(there), there.shape) if isinstance(weight, NF4) else there
-        assert torch.equal(values, expected), name
+        if isinstance(weight, NF4):
+            matrices = there.split(parts.get(name.split(".")[-2], len(there)))
+            there = torch.cat([values_of(quantize(matrix), matrix.shape) for matrix in matrices])
+        assert torch.equal(values, there), name
 
 
 def test_a_whole_model_is_never_there_at_once(tmp_path, monkeypatch):
@@ -276,15 +261,6 @@ def test_a_whole_model_is_never_there_at_once(tmp_path, monkeypatch):
 
 LORA = ["--lora_rank=4", "--lora_alpha=8", "--base_dtype=nf4"]
 HALF = ["--dtype=bfloat16", "--param_dtype=bfloat16"]
-
-
-@pytest.fixture(scope="module")
-def sft(tmp_path_factory):
-    """-> the folder of a short SFT run, to begin from."""
-    folder = tmp_path_factory.mktemp("runs") / "sft"
-    words = "--max_iters=10 --batch_size=32 --n_embd=64 --n_head=2 --block_size=24 --save_interval=0"
-    train_sft.main(prepare(*read_settings(SFTSettings, [*ONE_DIGIT, *words.split(), f"--out_dir={folder}"])[:2]))
-    return folder
 
 
 def values_in(model):

@@ -12,7 +12,7 @@ from snug.device.host import HOST
 from snug.device.kinds import PlanningMode
 from snug.memory.ledger import LiveBytes
 from snug.memory.plan import PlanMeter, Recorder
-from streams import COMPUTE, Race, fake_streams, forgotten_waits
+from streams import COMPUTE, fake_streams
 from training import optimizer as optimizer_module
 from training.optimizer import RING, learning_rate_at, make_optimizer, optimizer_step
 
@@ -167,11 +167,3 @@ def test_copies_beside_compute_change_nothing(name, races):
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert p.equal(q) and all(x.equal(its.state[q][key]) for key, x in optimizer.state[p].items())
     assert COMPUTE not in {op.stream for op in races.log if op.name == "addcdiv_"}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@forgotten_waits
-def test_a_forgotten_wait_is_seen(name, forgotten, races, monkeypatch):
-    monkeypatch.setattr(*forgotten)
-    with pytest.raises(Race):
-        train(small_model({}), SFTSettings(**OPTIONS[name]), 2)

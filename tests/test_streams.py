@@ -25,7 +25,7 @@ from settings import GRPOSettings, SFTSettings
 from snug.device.host import HOST, borrowed, new_on_host, stream_from_host
 from snug.device.kinds import MIB
 from snug.options import SnugError
-from streams import COMPUTE, Pinnable, Race, fake_pinning, fake_streams, forgotten_waits
+from streams import COMPUTE, Pinnable, fake_pinning, fake_streams
 from training import frozen
 
 CPU = torch.device("cpu")
@@ -139,14 +139,6 @@ def test_streamed_weights_take_larger_micro_batches():
     frozen.reference_logprobs(training, rollouts, cut)
     assert all(60 < T <= 80 for T in seen[:-1])
     assert sum(seen) == sum(cut.prompt_lengths) + sum(cut.completion_lengths) - 12
-
-
-@forgotten_waits
-def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
-    training, rollouts, _ = reference_on_host()
-    monkeypatch.setattr(*forgotten)
-    with fake_streams(), pytest.raises(Race):
-        frozen.reference_logprobs(training, rollouts, Cut(rollouts, 0, 20))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

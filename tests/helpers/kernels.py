@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import DEVICE, make_model
 from interpreted import CAPABILITIES, compiles
@@ -19,6 +20,18 @@ def ahead_of_time(test):
     """It compiles a kernel for each device, none of which has to be here."""
     away = pytest.mark.skipif(triton is None or sys.platform != "linux", reason="Triton's assembler is for Linux")
     return compiles(away(pytest.mark.parametrize("capability", CAPABILITIES)(test)))
+
+
+class Ops(TorchDispatchMode):
+    """The names of all ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def make_cache(
