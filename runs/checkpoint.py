@@ -29,7 +29,7 @@ from snug.options.progress import phase
 from snug.pretrained.adapters import find_base
 from snug.pretrained.hub import hub_name, local_folder
 from snug.pretrained.shapes import is_pretrained, read_shape
-from snug.pretrained.tensors import fingerprint, look_at_weights
+from snug.pretrained.tensors import appearing, fingerprint, look_at_weights, write_json
 from snug.tokenizer import Tokenizer, get_tokenizer
 
 PREFIX = "checkpoint-"
@@ -226,26 +226,20 @@ def identity(weights: Checkpoint) -> str:
 def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):
     """Write checkpoint-<iteration> into a run's folder, completely or not at all.
 
-    tensors: {file name: {tensor name: tensor}}; files: the tokenizer's. Raises OSError, SafetensorError.
+    tensors: {file name: {tensor name: tensor}}; files: the tokenizer's. Raises SnugError.
     """
     from safetensors.torch import save_file
 
     final = folder / f"{PREFIX}{state['iteration']:06d}"
-    temporary = folder / f".tmp-{final.name}"
-    try:
-        temporary.mkdir(parents=True)
+    # If there is one, it is damaged: otherwise the run would have resumed from it.
+    shutil.rmtree(final, ignore_errors=True)
+    with appearing(final) as temporary:
         for name, named in tensors.items():
             save_file(named, temporary / name)
         for name, content in files.items():
             (temporary / name).write_bytes(content)
-        (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+        write_json(temporary / "state.json", state)
         seal(temporary)
-        if final.exists():  # a damaged one: otherwise the run would have resumed from it
-            shutil.rmtree(final)
-        os.rename(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # free the space on a full disk
-        raise
     flush(folder)
 
 
@@ -253,9 +247,7 @@ def seal(folder: Path):
     """Write the manifest and flush every file to disk."""
     files = sorted(file for file in folder.iterdir() if file.name != "manifest.json")
     manifest = {file.name: {"sha256": sha256(file)} for file in files}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    for file in files:  # safetensors writes files that only their owner can read
-        shutil.copymode(folder / "manifest.json", file)
+    write_json(folder / "manifest.json", manifest)
     for file in [*folder.iterdir(), folder]:
         flush(file)
 

@@ -26,7 +26,7 @@ from runs.loading import generator_state, tensors_of
 from runs.log import read_log
 from snug.device.processes import ONE_PROCESS
 from snug.memory.ledger import not_finite
-from snug.options import SnugError, in_one_line
+from snug.options import SnugError
 from snug.options.progress import phase
 
 
@@ -111,8 +111,7 @@ class Saver:
         try:
             if bad := not_finite(ChainMap(*tensors.values())):
                 raise SnugError(f"{name} is not written: {bad}")
-            with in_one_line(f"{name} cannot be written into {self.folder}"):
-                write(self.folder, state, tensors, self.tokenizer.files)
+            write(self.folder, state, tensors, self.tokenizer.files)
         except SnugError as error:
             if last:
                 raise

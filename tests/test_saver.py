@@ -182,7 +182,7 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, o
     before = {path: path.read_bytes() for path in checkpoint.newest(tmp_path).iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken(number))
-        assert_refused(f"checkpoint-000002 cannot be .*{os.strerror(number)}", run.save, 2)
+        assert_refused(f"checkpoint-000002:? cannot be .*{os.strerror(number)}", run.save, 2)
     assert run.kept() == [1] and {path: path.read_bytes() for path in before} == before
     run.save(2)
     assert checkpoint.newest(tmp_path).name == "checkpoint-000002"

@@ -298,7 +298,7 @@ def appearing(folder: str | Path):
             temporary.mkdir(parents=True)
             yield temporary
             for file in temporary.iterdir():  # safetensors writes files that only their owner can read
-                shutil.copymode(next(temporary.glob("*config.json")), file)
+                shutil.copymode(next(temporary.glob("*.json")), file)
             os.rename(temporary, folder)  # or over an empty one
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
