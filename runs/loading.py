@@ -73,7 +73,7 @@ def load_with_adapters(checkpoint: Checkpoint, model: GPT):
     if settings.base_dtype:
         hold_in_nf4(model, model.device, empty=True)
     load_weights(base_of(checkpoint), model)
-    give_adapters(model, settings)
+    configure(model, settings)
     load_into(file, trained(model))
 
 
@@ -122,14 +122,10 @@ def load_frozen(shape: dict, origin: Checkpoint | None, device, dtype: str, plac
     return model
 
 
-def give_adapters(model: GPT, settings):
-    lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
-
-
 def configure(model: GPT, settings):
     """Add adapters, if any, and set the model's memory options -> the model."""
     if settings.lora_rank:
-        give_adapters(model, settings)
+        lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
     model.checkpoint_blocks = settings.checkpoint_blocks
     model.activation_offload = settings.activation_offload
     return model
@@ -138,7 +134,7 @@ def configure(model: GPT, settings):
 def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = None):
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
-    Raises SnugError if names or shapes differ. Masters may be missing on either side: they come from the weights.
+    Raises SnugError if names differ. Masters may be missing on either side: they come from the weights.
     """
     with opened(path, "pt") as file, torch.no_grad():
         names = set(file.keys())
@@ -148,9 +144,6 @@ def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = 
         for name in counted(names & tensors.keys(), "tensors", "loading"):
             shard = (rows or {}).get(name.partition(".")[2])
             value = file.get_slice(name)[shard] if shard else file.get_tensor(name)
-            if value.shape != tensors[name].shape:
-                shapes = f"{list(value.shape)}, but the model needs {list(tensors[name].shape)}"
-                raise SnugError(f"{path}: {name} has the shape {shapes}")
             with in_one_line(f"{path}: {name} cannot be read"):
                 tensors[name].copy_(value)
 
