@@ -54,7 +54,6 @@ def undisturbed(tmp_path_factory):
 def test_a_dead_process_ends_all_and_a_restart_goes_on(where, who, kind, tmp_path, undisturbed):
     code, out, err = run("kill", where, str(who), f"--out_dir={tmp_path}/run", f"--parallel={kind}")
     assert code != 0
-    assert f"error: rank {1 - who} lost another process, which torchrun reports below" in err
     assert re.search(rf"Root Cause.*rank +: {who} ", err, re.DOTALL)
     code, out, err = run("none", "reward", "0", f"--out_dir={tmp_path}/run", "--resume=auto", f"--parallel={kind}")
     assert code == 0 and "resumed after" in out, err

@@ -186,7 +186,7 @@ def iterations(iterate, training):
     """-> False if a signal stopped them. Afterwards the working directory is the one before."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     going_on = phase(log.title, max_iters, "iterations", log.start)
-    with training.processes.connected(), noting_signals() as noted, chdir("."), going_on as bar:
+    with noting_signals() as noted, chdir("."), going_on as bar:
         for iteration in range(log.start, max_iters):
             with saver.keeping(iteration, training.progress()):
                 training.begin_iteration(iteration)

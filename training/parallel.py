@@ -16,7 +16,6 @@ does both. Tests: tests/test_parallel.py. docs/scaling.md: how to use it.
 
 import atexit
 import os
-import signal
 import sys
 import warnings
 from collections import Counter
@@ -30,7 +29,7 @@ from model import GPT
 from runs.loading import configure
 from snug.device.processes import ONE_PROCESS, OneProcess
 from snug.lora import trained
-from snug.options import SnugError, first_line
+from snug.options import SnugError
 from training.figures import join, moved, score
 from training.optimizer import gradients_of
 
@@ -71,21 +70,6 @@ class Processes(OneProcess):
         if self.rank:
             sys.stdout = open(os.devnull, "w")
         return self
-
-    @contextmanager
-    def connected(self):
-        """What torch.distributed raises if a process ends becomes a SnugError in plain words."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
-                raise
-            # torchrun sends it now, but the save in progress and the error's line go first.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            raise SnugError(
-                f"rank {self.rank} lost another process, which torchrun reports below; "
-                f"--resume=auto goes on from the newest checkpoint ({first_line(error)})"
-            ) from None
 
     def from_all_ranks(self, work):
         result = error = None

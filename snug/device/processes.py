@@ -21,10 +21,6 @@ class OneProcess:
         if error is None:
             self.agreed(None)
 
-    def connected(self):
-        """A context around the iterations."""
-        return nullcontext()
-
     def device(self, name: str):
         """The option `device` -> this process's device."""
         if name in ("auto", "cuda") and torch.cuda.is_available():
