@@ -523,8 +523,6 @@ MUTANTS = [
     ("log: half a group of samples", "training/figures.py", "-(-SAMPLES // k) * k", "SAMPLES", "test_grpo.py"),
     ("report: the prompt among a sample's columns", "training/figures.py", 'columns.pop("prompt", "")', 'columns.get("prompt", "")', "test_grpo.py"),
     ("a function's rewards of the first part alone", "training/figures.py", "lists[name] += getattr(part, column).get(name, none)", "lists[name] += getattr(parts[0], column).get(name, none)", "test_parallel.py"),
-    ("a reward that falls with length goes unseen", "training/figures.py", "corrcoef(both)[0, 1]", "corrcoef(both)[0, 0]", "test_hints.py"),
-    ("completions that were cut off say how the reward falls", "training/figures.py", "rollouts.stopped.cpu() & ~both", "~both", "test_hints.py"),
     ("episodes: messages of groups that were not selected", "training/figures.py", '"by_function", "columns", "episodes"', '"by_function", "columns"', "test_agents.py"),
     ("teacher: hidden states of some completions planned", "training/frozen.py", "N = max(len(logprobs), settings.sequences_per_rollout)", "N = len(logprobs)", "test_teacher.py"),
     ("a run that goes beyond its end says nothing", "training/loop.py", "if start >= settings.max_iters:", "if start == settings.max_iters:", "test_notebook.py"),

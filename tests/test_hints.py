@@ -4,7 +4,6 @@ import math
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from runs.hints import HINTS, hints
@@ -55,25 +54,6 @@ def scored(lengths, rewards, most):
     rollouts = Rollouts(tokens, torch.ones_like(lengths), lengths, mask.float(), mask, lengths < most)
     rewards = torch.tensor(rewards, dtype=torch.float32)
     return Scored(rollouts, rewards.view(-1, 4), dict(f=rewards.tolist()), {}, {}, {}, 4)
-
-
-@pytest.mark.parametrize(
-    "lengths, reward, rising",
-    [
-        ([*range(4, 16)] + [16] * 20, lambda n: -n, False),
-        ([*range(4, 16)] + [16] * 20, lambda n: max(0.0, 1 - n / 12), False),  # most have 0
-        ([*range(4, 16)] + [16] * 20, lambda n: float(n < 16 and n % 3 == 0), True),  # right or wrong, 0 if cut off
-        ([9, 11, 12, *[16] * 29], lambda n: float(n < 16), True),  # hardly any ended
-        ([16] * 32, lambda n: 0.0, True),
-    ],
-)
-def test_a_reward_that_falls_with_length_asks_for_no_longer_completions(lengths, reward, rising):
-    metrics = rollout_metrics(scored(lengths, list(map(reward, lengths)), 16))
-    unscored = scored([*lengths, *lengths[:4]], [*map(reward, lengths), *[math.nan] * 4], 16)
-    name = "reward_length_correlation"
-    assert repr(rollout_metrics(unscored).get(name)) == repr(metrics.get(name))
-    text = hints(metrics)["truncated_fraction"]
-    assert ("raise max_new_tokens" in text) == rising and ("shorter ones have higher rewards" in text) != rising
 
 
 def test_the_share_of_completions_that_were_scored():

@@ -116,10 +116,6 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         metrics["reward_mean"] = float(rewards.mean())
         metrics["reward_std"] = float(rewards.std()) if len(rewards) > 1 else 0.0
         metrics["scored_fraction"] = len(rewards) / scored.rewards.numel()
-        both = torch.stack([scored.rewards.flatten(), rollouts.completion_lengths.cpu()])  # (2, N)
-        both = both[:, rollouts.stopped.cpu() & ~both[0].isnan()]
-        if both.shape[1] > 8:  # fewer say little
-            metrics["reward_length_correlation"] = float(torch.corrcoef(both)[0, 1])
     metrics |= dict(
         completion_length_mean=float(rollouts.completion_lengths.float().mean()),
         truncated_fraction=float((~rollouts.stopped).float().mean()),
