@@ -25,8 +25,8 @@ from snug.logprobs.rows import SCRATCH, Options, check, forward_rows, slabs
 from snug.memory.ledger import component
 
 ALREADY_ADDED = (  # CUDA takes 254 characters
-    "head_loss has already added its gradient to weight.grad, so it cannot multiply it by another number than 1: "
-    "scale inside token_loss, or pass weight.view_as(weight)"
+    "head_loss has added its gradient to weight.grad and cannot scale it: scale inside token_loss, or pass "
+    "weight.view_as(weight)"
 )
 
 
@@ -44,11 +44,19 @@ def rows_per_chunk(n_vocab, itemsize, chunk_mb=0, device_type="cpu", n_embd=0):
 
 
 def head_options(
-    hidden, weight, targets, temperature, chunk_size, entropy, n_vocab=None, chunk_mb=0, teacher=None
+    hidden,
+    weight,
+    targets,
+    temperature=1.0,
+    chunk_size=None,
+    entropy=False,
+    n_vocab=None,
+    chunk_mb=0,
+    teacher=None,
 ) -> Options:
     """Check the arguments and fill in defaults. Raises ValueError.
 
-    n_vocab: ids from n_vocab on are padding, with probability and gradient 0. chunk_size: rows at a time; default: as
+    entropy: give entropies, too. n_vocab: ids from n_vocab on are padding, with probability and gradient 0. chunk_size: rows at a time; default: as
     fit chunk_mb MiB, see rows_per_chunk. teacher: a Teacher, whose logits share the chunk's memory.
     Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
     """
@@ -150,28 +158,21 @@ def add_product(dweight, gradient, hidden):
             dweight[ids] += gradient[:, ids].t() @ hidden
 
 
-def head_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    entropy: bool = False,
-    **others,
-):
+def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *others, **more):
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
 
     With a teacher -> (log-probs, entropies or None, divergences), each (M,). The entropies have no gradient.
-    hidden (M, C), weight (V, C), targets (M,) int64. others: of head_options. Backward computes each chunk's logits
+    hidden (M, C), weight (V, C), targets (M,) int64. others, more: temperature=1.0, chunk_size, entropy=False and what
+    else head_options takes. Backward computes each chunk's logits
     again (8 M C V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios)
     and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a chunk, dhidden, dweight;
     under autocast also the cast weight. Raises ValueError.
     """
-    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, **others)
+    options = head_options(hidden, weight, targets, *others, **more)
     results = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options)
     if options.teacher:
         return results
-    return results[:2] if entropy else results[0]
+    return results[:2] if options.entropy else results[0]
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -207,17 +208,15 @@ def head_loss(
     weight: Tensor,
     targets: Tensor,
     token_loss: Callable[..., Tensor],
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    entropy: bool = False,
-    **others,
+    *others,
+    **more,
 ):
     """Loss and gradient in one visit -> (loss, logprobs (M,) [, entropy (M,)]); only the loss is differentiable.
 
     It is token_loss(head_logprobs(...)) for a loss that is a sum over tokens, at 6 M C V FLOP instead of 8. For each
     chunk token_loss(logprobs (m,), rows) -> scalar is called with gradients on; rows is the chunk's slice of the M. Its
     derivative is each token's coefficient; with it the chunk's logits become their gradient on the spot. With a teacher
-    it is token_loss(logprobs, rows, divergences (m,)). others: of head_options.
+    it is token_loss(logprobs, rows, divergences (m,)). others, more: as for head_logprobs.
 
     If weight is a leaf (a parameter), dweight is added to weight.grad during the visit, before backward, in the dtype
     of .grad. Other paths to the same weight (a tied embedding) add to it in backward as always. So, while gradients are
@@ -232,10 +231,10 @@ def head_loss(
     Extra bytes: a chunk and twice its (m, C), dhidden, (M,) numbers; on a CPU 2 MiB of scratch for entropy or a dtype
     below float32. Under autocast also the cast weight and, on a CPU, 1 MiB. M = 0: zeros, token_loss is not called.
     """
-    options = head_options(hidden, weight, targets, temperature, chunk_size, entropy, **others)
+    options = head_options(hidden, weight, targets, *others, **more)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     results = HeadLoss.apply(hidden, weight, targets.contiguous(), token_loss, options, with_gradient)
-    return results if entropy else results[:2]
+    return results if options.entropy else results[:2]
 
 
 def head_loss_in_two_visits(hidden, weight, targets, token_loss, **options):
