@@ -204,10 +204,6 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=N
         say(f"note: {line}")
     summary, samples = run_evaluation(loaded(prepared, options, run), prepared, options)
     say(plain("\n".join(table(summary))))
-    cut_off = fmean(not sample["stopped"] for sample in samples)
-    if cut_off > 0.5:
-        most = prepared.longest()[1]
-        say(f"{cut_off:.0%} of the completions were cut off at max_new_tokens={most}")
     if file:
         text = "".join(json.dumps(finite(record)) + "\n" for record in [summary, *samples])
         with in_one_line(f"{file} cannot be written"):
