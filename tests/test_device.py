@@ -136,10 +136,8 @@ def test_auto_is_mps_where_there_is_no_cuda(mac, h100):
 
 
 def test_without_mps_it_is_refused():
-    assert refused(pick_device, "mps") == (
-        "device='mps': torch finds no MPS, which needs an Apple chip and macOS 14; use another device, or --device=cpu"
-    )
-    with pytest.raises(SnugError, match="asks a device of the kind mps what is free, and there is none"):
+    assert refused(pick_device, "mps").endswith("; use another device, or --device=cpu")
+    with pytest.raises(SnugError, match="memory_budget_gb='auto' asks the device mps, which is not here"):
         fit.room_for(GRPOSettings(device="mps", memory_budget_gb="auto"), "mps")
 
 

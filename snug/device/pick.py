@@ -26,8 +26,6 @@ def pick_device(name: str) -> torch.device:
             torch.cuda.set_device(device)
         elif device.type != "mps":
             raise RuntimeError("snug runs on cpu, cuda and mps")
-        elif not torch.backends.mps.is_available():
-            raise RuntimeError("torch finds no MPS, which needs an Apple chip and macOS 14")
         torch.zeros(1, device=device).add_(1)
     except (RuntimeError, AssertionError) as error:
         # There is no such GPU, the driver is old, another process has the GPU, or torch has no kernel for it.

@@ -124,8 +124,7 @@ def room_for(settings, device) -> Room | None:
         return Room(0.8 * available_on_host())
     if not mine:
         raise SnugError(
-            f"memory_budget_gb='auto' asks a device of the kind {kind} what is free, and there is none; write GiB, "
-            "such as 24"
+            f"memory_budget_gb='auto' asks the device {kind}, which is not here; write GiB, such as 24"
         )
     if kind == "mps":
         return Room(0.95 * torch.mps.recommended_max_memory())
@@ -169,7 +168,7 @@ def too_large(planned: Plan, change: str, room: Room) -> str:
     host = f" and {room.host / GIB:.3g} GiB of the host" if room.host < math.inf else ""
     return (
         f"the plan takes {need(planned) / GIB:.3g} GiB in {planned.phase} even with {change}; "
-        f"{room.device / GIB:.3g} GiB{host} may be used; the biggest is {planned.biggest[0][1]}: use fewer bytes a "
-        "number (--param_dtype=bfloat16 --optimizer_dtype=bfloat16, with --lora_rank --base_dtype=nf4), a smaller "
-        "model, or shorter sequences"
+        f"{room.device / GIB:.3g} GiB{host} may be used; the biggest is {planned.biggest[0][1]}: try "
+        "--param_dtype=bfloat16 --optimizer_dtype=bfloat16, --lora_rank with --base_dtype=nf4, a smaller model or "
+        "shorter sequences"
     )
