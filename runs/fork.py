@@ -51,8 +51,6 @@ class ForkSettings(GRPOSettings):
 def main(settings: ForkSettings, given: set[str], folder: str):
     """Raises SnugError before anything is written if the run cannot go on like this."""
     changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
-    if odd := given & {"probe", "plan", "resume"}:
-        raise SnugError(f"a branch trains; leave out {', '.join(sorted(odd))}")
     run = prepare(*make_settings(GRPOSettings, "", changed | {"resume": folder})).settings
     starts = {iteration_of(path): path for path in checkpoints(folder)}
     at = settings.at or max(starts)

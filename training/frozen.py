@@ -62,9 +62,9 @@ def trainer_logprobs(model, rollouts, cut, settings):
 
 def reference_logprobs(training, rollouts, cut):
     """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
-    place, reference = training.settings.reference, training.reference or training.model
+    reference = training.reference or training.model
     with adapters_off(reference):
-        return run_frozen(trainer_logprobs, reference, place, training, rollouts, cut)
+        return run_frozen(trainer_logprobs, reference, training, rollouts, cut)
 
 
 def teacher_outputs(training, rollouts, cut):
@@ -73,17 +73,15 @@ def teacher_outputs(training, rollouts, cut):
     From the states the head makes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py).
     """
     outputs = trainer_logprobs if training.settings.divergence == "sampled" else teacher_states
-    return run_frozen(
-        outputs, training.teacher, training.settings.teacher_device, training, rollouts, cut
-    )
+    return run_frozen(outputs, training.teacher, training, rollouts, cut)
 
 
-def run_frozen(function, model, place, training, rollouts, cut):
-    """function(model, rollouts, cut, settings). place: where the model's weights are.
+def run_frozen(function, model, training, rollouts, cut):
+    """function(model, rollouts, cut, settings).
 
-    From the host they come now, and the micro-batches are larger, which hides the copies.
+    From the host weights come now, and the micro-batches are larger, which hides the copies.
     """
-    if place == "host":
+    if hasattr(model, "streamed"):
         cut = cut.with_limit(
             training.limits.reference_batches * training.limits.max_tokens_per_micro_batch
         )

@@ -39,14 +39,13 @@ def drop(training, iteration, model, gradients, sequences, select, loss, norm):
         f"{in_a_row} optimizer steps in a row were not finite; the last was {what}: {found}; "
         f"lower learning_rate (now {settings.learning_rate:g}), "
         f"then --resume=auto goes on from {newest_name(Path(settings.out_dir))}; "
-        "if that fails too, delete this checkpoint to go on from the one before"
+        "if that fails too, delete this checkpoint"
     )
 
 
 def culprit(model, gradients, sequences, select):
     """Name the first tensor that is not finite, in the order of computation."""
-    weights, batch = dict(model.named_parameters()), columns_of(sequences, select)
-    for what, named in (("the weights", weights), ("the batch", batch), ("the gradient", gradients)):
-        if bad := not_finite(named):
-            return f"{what}: {bad}"
-    return "every tensor by itself is finite"
+    named = {f"the weights: {name}": p for name, p in model.named_parameters()}
+    named |= {f"the batch: {name}": x for name, x in columns_of(sequences, select).items()}
+    named |= {f"the gradient: {name}": x for name, x in gradients.items()}
+    return not_finite(named) or "every tensor by itself is finite"

@@ -20,8 +20,7 @@ from snug.pretrained.tensors import PEFT, appearing, entries, rows_of, write_jso
 FILE = "adapter_model.safetensors"
 
 # Variants of LoRA. Tensors of others have no place in the base.
-NOTHING = """bias use_dora use_qalora use_bdlora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens
-arrow_config kasa_config monteclora_config"""
+NOTHING = "bias use_dora modules_to_save rank_pattern alpha_pattern"
 
 
 def find_base(folder: Path, weights: bool = True):

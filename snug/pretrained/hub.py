@@ -37,8 +37,8 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     if not found or os.path.isdir(found[2]):
         return Path(name)
     with in_one_line(
-        f"{name}: is no folder here, and the hub does not give it; check name and network; a gated model needs its "
-        "licence accepted, and `hf auth login`"
+        f"{name}: is no folder, and the hub does not give it; check name and network; for a gated model accept its "
+        "licence, and `hf auth login`"
     ):
         from huggingface_hub import snapshot_download
 

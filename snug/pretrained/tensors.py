@@ -137,8 +137,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [file]
     if not index.is_file():
         raise SnugError(
-            f"{folder}: has no model.safetensors and no index of several; *.bin files are pickles, which are never "
-            "loaded: convert them"
+            f"{folder}: has no model.safetensors and no index of several; convert *.bin files, which are pickles"
         )
     with in_one_line(f"{index}: cannot be read"):
         names = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -173,8 +172,8 @@ def look_at_weights(folder: Path) -> dict:
                     size, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                     if size != entry.shape or dtype not in TYPES:
                         raise SnugError(
-                            f"{file}: {name} has the type {dtype} and the shape {size}; needed are {TYPES} and "
-                            f"{entry.shape}; use the folder with the bfloat16 weights"
+                            f"{file}: {name} is {dtype} {size}, but must be one of {TYPES} {entry.shape}; use the "
+                            "folder with the bfloat16 weights"
                         )
                 elif whole.endswith(HEAD):
                     places[embedding._replace(name=HEAD)] = name, file
@@ -182,8 +181,8 @@ def look_at_weights(folder: Path) -> dict:
                     surplus.append(name)
     if missing or surplus:
         raise SnugError(
-            f"{folder}: the files have other tensors than a {family} of config.json: missing {len(missing)} "
-            f"{[*missing][:3]}, surplus {len(surplus)} {surplus[:3]}"
+            f"{folder}: other tensors than a {family} of config.json has: missing {len(missing)} {[*missing][:3]}, "
+            f"surplus {len(surplus)} {surplus[:3]}"
         )
     return places
 
