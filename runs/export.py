@@ -18,7 +18,7 @@ from snug.pretrained.shapes import is_pretrained
 from snug.pretrained.tensors import new_folder, save_pretrained
 
 
-def main(settings: ExportSettings, folder: str):
+def main(settings, folder: str):
     """Raises SnugError if `folder` has no run, if settings.to exists, or if PEFT cannot have the adapters."""
     new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)
@@ -45,7 +45,7 @@ def main(settings: ExportSettings, folder: str):
     if settings.dtype == "bfloat16":
         run.model.bfloat16()
     save_pretrained(run.model, settings.to, run.tokenizer)
-    print(f"{run.path} is now {settings.to}, a folder for transformers' AutoModelForCausalLM")
+    print(f"{run.path} is now {settings.to}, a folder for transformers")
 
 
 if __name__ == "__main__":

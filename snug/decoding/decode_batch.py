@@ -348,7 +348,7 @@ def check_prompts(prompts, max_new_tokens, block_size):
     if longest + max_new_tokens > block_size:
         raise SnugError(
             f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens} is longer than block_size={block_size}; "
-            "lower max_new_tokens or, in a run, max_prompt_length"
+            "lower max_new_tokens or max_prompt_length"
         )
 
 

@@ -45,7 +45,7 @@ if triton is not None:
         pass
 
 
-def uses_triton(tensor: torch.Tensor) -> bool:
+def uses_triton(tensor) -> bool:
     """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64."""
     if triton is None or tensor.dtype == torch.float64:
         return False
@@ -66,7 +66,7 @@ def why_no_kernels() -> str:
         smallest_kernel[(1,)](1)
         return ""
     except Exception as error:  # whatever it is, plain torch runs instead
-        advice = "Triton needs a C compiler and Python's headers: apt install gcc python3-dev"
+        advice = "Triton needs gcc and python3-dev"
         return f"{type(error).__name__}: {first_line(error)} ({advice})"
 
 
@@ -74,12 +74,12 @@ def warn_without_kernels():
     """Print a warning if this machine has a GPU and its kernels cannot run."""
     if why := why_no_kernels():
         print(
-            f"warning: kernels are off, sampling has no CUDA graphs, all is slower: {why}",
+            f"warning: without kernels and CUDA graphs all is slower: {why}",
             file=sys.stderr,
         )
 
 
-def has_tensor_cores(tensor: torch.Tensor) -> bool:
+def has_tensor_cores(tensor) -> bool:
     """Has its device tensor cores for bfloat16? Ampere and later have; tests on a CPU compute as if it had.
 
     AMD's GPUs count as without: they too have 64 KiB of shared memory, and not every product with another result type.
@@ -89,12 +89,12 @@ def has_tensor_cores(tensor: torch.Tensor) -> bool:
     return not torch.version.hip and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
-def nothing_to_do(tensor: torch.Tensor) -> bool:
+def nothing_to_do(tensor) -> bool:
     """Has the tensor no data, because it is empty or a planner's?"""
     return is_planned(tensor) or tensor.is_meta or not tensor.numel()
 
 
-def launch(kernel, grid: tuple, tensor: torch.Tensor, *arguments, **constants):
+def launch(kernel, grid: tuple, tensor, *arguments, **constants):
     """Run a kernel, whose first argument is `tensor`, on its device; for a tensor without data do nothing.
 
     AMD: Triton has no maxnreg there, and a program has at most 1,024 lanes, which are 16 warps of 64.

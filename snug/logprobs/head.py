@@ -56,8 +56,8 @@ def head_options(
 ) -> Options:
     """Check the arguments and fill in defaults. Raises ValueError.
 
-    entropy: give entropies, too. n_vocab: ids from n_vocab on are padding, with probability and gradient 0. chunk_size: rows at a time; default: as
-    fit chunk_mb MiB, see rows_per_chunk. teacher: a Teacher, whose logits share the chunk's memory.
+    entropy: give entropies, too. n_vocab: ids from n_vocab on are padding, with probability and gradient 0.
+    chunk_size: rows at a time; default: as fit chunk_mb MiB, see rows_per_chunk. teacher: a Teacher, whose logits share the chunk's memory.
     Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
     """
     dtype, device = hidden.dtype, hidden.device.type
@@ -158,13 +158,12 @@ def add_product(dweight, gradient, hidden):
             dweight[ids] += gradient[:, ids].t() @ hidden
 
 
-def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *others, **more):
+def head_logprobs(hidden, weight, targets, *others, **more):
     """token_logprobs(hidden @ weight.T, ...) without the (M, V) logits -> (M,) float32 [, entropy in nats (M,)].
 
     With a teacher -> (log-probs, entropies or None, divergences), each (M,). The entropies have no gradient.
     hidden (M, C), weight (V, C), targets (M,) int64. others, more: temperature=1.0, chunk_size, entropy=False and what
-    else head_options takes. Backward computes each chunk's logits
-    again (8 M C V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios)
+    else head_options takes. Backward computes each chunk's logits again (8 M C V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios)
     and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a chunk, dhidden, dweight;
     under autocast also the cast weight. Raises ValueError.
     """
@@ -204,9 +203,9 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden,
+    weight,
+    targets,
     token_loss: Callable[..., Tensor],
     *others,
     **more,

@@ -213,7 +213,7 @@ def check(M, width, targets, temperature, n_vocab):
     if targets.shape != (M,) or not temperature > 0 or not 0 < n_vocab <= width:
         raise ValueError(
             f"{M} rows of {width} columns with targets {tuple(targets.shape)}, temperature={temperature}, "
-            f"n_vocab={n_vocab}: give one target per row, a temperature above 0, and n_vocab in 1 to {width}"
+            f"n_vocab={n_vocab}: give a target per row, a temperature above 0, and no more ids than columns"
         )
     return n_vocab
 

@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     transposed: bool = False  # GPT-2's matrices are (in, out)
 
 
-def entries(shape: dict, family: str) -> list[Entry]:
+def entries(shape, family) -> list[Entry]:
     """Every tensor of a folder. shape: GPTConfig's keywords.
 
     q_proj, k_proj and v_proj are rows of attention.qkv: with 4 query and 2 key heads of size 8 they begin at rows 0, 32
@@ -96,7 +96,7 @@ def entries(shape: dict, family: str) -> list[Entry]:
     return result
 
 
-def block_of(shape: dict, family: str) -> list[tuple]:
+def block_of(shape, family) -> list[tuple]:
     """What `entries` adds for each block of a family that came from Llama."""
     C, F, D, bias = shape["n_embd"], shape["n_hidden"], shape["head_size"], shape["qkv_bias"]
     Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
@@ -130,7 +130,7 @@ def block_of(shape: dict, family: str) -> list[tuple]:
     return block
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder) -> list[Path]:
     """model.safetensors, or the files that the index names, sorted. Raises SnugError."""
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if file.is_file():  # transformers prefers the one file, too
@@ -144,13 +144,13 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(folder / name for name in names)
 
 
-def opened(file: Path, framework: str = "numpy") -> safe_open:
+def opened(file, framework: str = "numpy") -> safe_open:
     """An open safetensors file; framework "pt": of torch tensors. Raises SnugError if it cannot be read."""
     with in_one_line(f"{file} cannot be read"):
         return safe_open(str(file), framework=framework)
 
 
-def look_at_weights(folder: Path) -> dict:
+def look_at_weights(folder) -> dict:
     """Each Entry that the config's shape needs -> (name, file) of its tensor. What `read_weights` takes.
 
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
@@ -187,11 +187,11 @@ def look_at_weights(folder: Path) -> dict:
     return places
 
 
-def is_of_eyes(name: str) -> bool:
+def is_of_eyes(name) -> bool:
     return name.removeprefix("model.").startswith(EYES)
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder) -> str:
     """SHA-256 of config.json and of the length and 16 pieces of 64 KiB of each weight file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
@@ -204,7 +204,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def read_weights(places: dict, model, rank=0, adapters=None, scale=0.0):
+def read_weights(places, model, rank=0, adapters=None, scale=0.0):
     """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
 
     places: `look_at_weights` of the folder.
@@ -271,7 +271,7 @@ def save_pretrained(model, folder: str | Path, tokenizer=None):
     from snug.lora import adapted
 
     if adapted(model):
-        raise SnugError("such a folder cannot hold the model's adapters: call lora.merge(model) first")
+        raise SnugError("the model has adapters: call lora.merge(model) first")
     dtype = model.embedding.weight.dtype
     config = config_of(model.config, str(dtype).removeprefix("torch."))
     with appearing(folder) as temporary:
@@ -287,7 +287,7 @@ def write_json(file, value):
 
 
 @contextmanager
-def appearing(folder: str | Path):
+def appearing(folder):
     """A new folder, complete or not at all: yields a temporary one beside it, which gets the name at the end."""
     folder = new_folder(folder)
     temporary = folder.with_name(f".tmp-{folder.name}")
@@ -303,7 +303,7 @@ def appearing(folder: str | Path):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def new_folder(folder: str | Path):
+def new_folder(folder):
     """-> the absolute path. Raises SnugError if there is something in it."""
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

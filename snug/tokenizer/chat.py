@@ -47,14 +47,14 @@ class Chat:
     tools: JSON schemas of functions (data/tools.py) that the template describes to the model; None: no tools.
     """
 
-    def __init__(self, source: str, names: dict, special, folder):
+    def __init__(self, source, names, special, folder):
         self.source, self.tools, self.folder = source, None, folder
         self.variables = dict(raise_exception=raise_exception, strftime_now=DAY.strftime) | names
         # The longest spelling at the leftmost place, as `tokenizers` finds it.
         longest_first = sorted(special, key=len, reverse=True)
         self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
-    def set_defaults(self, variables: dict):
+    def set_defaults(self, variables):
         """Values of the template's variables, where the caller gives none. They become part of `source`.
 
         Raises SnugError for a variable that the template does not have.
@@ -87,8 +87,8 @@ class Chat:
         if "probe" not in text and "<tool_call>" in self.source:
             return "hermes"
         raise SnugError(
-            f"tools: the chat template ends a call as in {text[-60:]!r}, a form that is not read here; leave out "
-            "--tools and --environment, or write the prompts as text"
+            f"tools: the chat template ends a call as in {text[-60:]!r}, which is not read here; leave out --tools "
+            "and --environment, or write text"
         )
 
     @cached_property
@@ -102,7 +102,7 @@ class Chat:
         with suppress(SnugError, TypeError):
             return self.spellings.search(self.render([], TURN, opens=False))[0]
 
-    def render(self, messages: list[dict], before=(), opens=True) -> str:
+    def render(self, messages, before=(), opens=True) -> str:
         """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
         special token.
 
@@ -123,7 +123,7 @@ class Chat:
             raise SnugError("the chat template fails (it leaves out a message)")
         return text.rpartition(END)[2]
 
-    def broken(self, message: dict) -> dict:
+    def broken(self, message) -> dict:
         """The message with breaks in its texts, such as content and name."""
         broken = {
             key: self.spellings.sub(lambda found: BREAK.join(found[0]), well_formed(value))
@@ -136,7 +136,7 @@ class Chat:
 
 
 @cache
-def compiled(source: str):
+def compiled(source):
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
