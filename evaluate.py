@@ -57,7 +57,7 @@ AT_ONCE = 64  # completions that are decoded, if a batch of the run had not more
 # Completions and their rewards
 
 
-def sample_held_out(model, prepared, limits: Limits, n=1, temperature=1.0, seed=0):
+def sample_held_out(model, prepared, limits, n=1, temperature=1.0, seed=0):
     """This process's held-out prompts -> (greedy samples, n samples of each prompt at this temperature, if not 0).
 
     About as many completions at a time as in training, because reward_timeout is meant for that many.
@@ -113,7 +113,7 @@ def sample_and_score(model, prepared, rows, group_size, **options):
     return [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
 
 
-def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
+def score(prepared, prompts, completions, columns):
     """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
     right: has it the total that all functions give at 1? A reward is None if the completion was not scored. task_reward
@@ -135,7 +135,7 @@ def score(prepared, prompts: list, completions: list, columns: dict[str, list]):
 # The evaluations of a run that trains
 
 
-def evaluate_run(model, prepared, meter, limits: Limits) -> dict[str, float]:
+def evaluate_run(model, prepared, meter, limits) -> dict[str, float]:
     """The scores of the model that a run trains, as entries of the log."""
 
     def sample():
@@ -171,7 +171,7 @@ def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
 # The command
 
 
-def run_evaluation(model, prepared, options: EvaluateSettings):
+def run_evaluation(model, prepared, options):
     """-> (the first line of the file, the samples: for each prompt the greedy one, then num_samples)."""
     settings, longest = prepared.settings, prepared.longest()[1]
     limits = Limits(prepared, partial(print, file=sys.stderr))
@@ -191,14 +191,14 @@ def run_evaluation(model, prepared, options: EvaluateSettings):
     return summary | summarize(greedy, sampled), samples
 
 
-def loaded(prepared: Prepared, options: EvaluateSettings, run=None):
+def loaded(prepared, options, run=None):
     """The model of prepared.origin or of the run; the settings get its dtype."""
     run = run or load_run(prepared.origin, options.device)
     prepared.settings.dtype = run.settings.dtype
     return run.model
 
 
-def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=None):
+def main(options, prepared, file: Path | None, run=None):
     """Print the table, write the file -> its first line, and the samples. run: default the one of prepared.origin."""
     for line in notes(prepared):
         say(f"note: {line}")
@@ -212,7 +212,7 @@ def main(options: EvaluateSettings, prepared: Prepared, file: Path | None, run=N
     return summary, samples
 
 
-def compare(options: EvaluateSettings, models: list[Prepared]):
+def compare(options, models: list[Prepared]):
     """Print the tables of two models, A and B, and whether B is better.
 
     Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.

@@ -14,7 +14,7 @@ import argparse
 from statistics import median
 
 from runs.page.charts import LEARNING
-from runs.page.runs import PHASES, Run, logged, logged_names, read_runs
+from runs.page.runs import PHASES, logged, logged_names, read_runs
 from runs.page.write import write_page
 from runs.verdict import verdict
 from snug.options import friendly_errors, plain
@@ -24,18 +24,18 @@ LARGEST += [f"mem_max_alloc_mb_{phase}" for phase in PHASES]
 MEDIAN = ["time_s", *[f"time_{phase}_s" for phase in PHASES], "tokens_per_second"]
 
 
-def main(runs: list[Run]):
+def main(runs):
     """Print the table, then write the page. Raises SnugError."""
     print(plain("\n".join(table(runs) + verdict(runs))), flush=True)
     print(f"page: {make_page(runs)}")
 
 
-def make_page(runs: list[Run]):
+def make_page(runs):
     """Write report.html into the first run's folder -> its path. Raises SnugError."""
     return write_page(runs, cells_of(runs), verdict(runs))
 
 
-def cells_of(runs: list[Run]):
+def cells_of(runs):
     """Rows of cells. The first row has the runs' names; other rows begin with a figure's name. "-": not logged."""
     figures = [name for _, _, names in LEARNING for name in names]
     figures += logged_names(runs, "reward/") + logged_names(runs, "metric/")
@@ -49,19 +49,19 @@ def cells_of(runs: list[Run]):
     return [[cell or "-" for cell in row] for row in rows if any(row[1:])]
 
 
-def largest(run: Run, name: str) -> str:
+def largest(run, name) -> str:
     values = logged(run.records, name)
     return f"{max(values):.1f}" if values else ""
 
 
-def middle(run: Run, name: str) -> str:
+def middle(run, name) -> str:
     """The median without the first iteration, which allocates the optimizer's moments."""
     values = logged(run.records[1:], name) or logged(run.records, name)
     digits = 0 if name == "tokens_per_second" else 3
     return f"{median(values):,.{digits}f}" if values else ""
 
 
-def table(runs: list[Run]) -> list[str]:
+def table(runs) -> list[str]:
     """The lines of the console's table, with one column per run."""
     return [
         "  ".join([f"{name:40}", *(f"{value:>18}" for value in values)])

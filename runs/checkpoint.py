@@ -63,7 +63,7 @@ class Checkpoint(NamedTuple):
     state: dict  # state.json; for a Hugging Face folder what is known of it
 
 
-def checkpoints(folder: str | Path) -> list[Path]:
+def checkpoints(folder) -> list[Path]:
     """The checkpoints in a run's folder, oldest first; none if there is no such folder."""
     if not os.path.isdir(folder):  # False also for a name that is too long
         return []
@@ -71,7 +71,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(paths, key=iteration_of)
 
 
-def iteration_of(path: Path):
+def iteration_of(path):
     """checkpoint-000040 -> 40, the iterations done."""
     return int(path.name.removeprefix(PREFIX))
 
@@ -99,7 +99,7 @@ def newest(folder: str | Path, tensors: tuple = WEIGHTS):
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
 
-def refuse_missing(folder: Path):
+def refuse_missing(folder):
     """Raises SnugError if there is no such folder."""
     if not folder.is_dir():
         hint = did_you_mean(str(folder), map(str, folder.parent.glob("*/")))
@@ -107,7 +107,7 @@ def refuse_missing(folder: Path):
         raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
 
 
-def damage(path: Path, tensors: tuple = WEIGHTS):
+def damage(path, tensors: tuple = WEIGHTS):
     """Compare a checkpoint's files, but only these of its tensors, with its manifest -> what is wrong, or None."""
     unread = {*OF_A_RUN} - {*tensors}
     try:
@@ -121,12 +121,12 @@ def damage(path: Path, tensors: tuple = WEIGHTS):
     return None
 
 
-def sha256(file: Path) -> str:
+def sha256(file) -> str:
     with open(file, "rb") as stream, phase(f"checking {file}"):
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def read_state(path: Path) -> dict:
+def read_state(path) -> dict:
     """state.json of a checkpoint that `newest` has found."""
     state = json.loads((path / "state.json").read_text())
     values = state["settings"]
@@ -164,7 +164,7 @@ def find_run(folder: str | Path, tensors: tuple = WEIGHTS) -> Checkpoint:
     return Checkpoint(path, state)
 
 
-def settings_of(checkpoint: Checkpoint) -> SFTSettings | GRPOSettings:
+def settings_of(checkpoint) -> SFTSettings | GRPOSettings:
     """The run's settings. Options that are gone are ignored; newer ones have their defaults. Raises SnugError."""
     values = checkpoint.state["settings"]
     lost = {name: value for name, value in values.items() if value != GONE.get(name, value)}
@@ -175,7 +175,7 @@ def settings_of(checkpoint: Checkpoint) -> SFTSettings | GRPOSettings:
     return cls(**{name: value for name, value in values.items() if name in known})
 
 
-def class_of_runs(cls, folders: list[str]):
+def class_of_runs(cls, folders):
     """-> cls with the options of the task of a run, or of the last run of two. Raises SnugError."""
     for folder in reversed(folders):
         run = find_run(folder, tensors=())
@@ -184,18 +184,18 @@ def class_of_runs(cls, folders: list[str]):
     return cls
 
 
-def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+def tokenizer_of(checkpoint) -> Tokenizer:
     """The run's tokenizer: by its name, or from the tokenizer.json beside the weights. Raises SnugError."""
     name = checkpoint.state["tokenizer"]
     return get_tokenizer(str(checkpoint.path) if name.startswith("tokenizer.json") else name)
 
 
-def base_record(base: Checkpoint) -> dict:
+def base_record(base) -> dict:
     """What state.json says about the base weights of a LoRA run, so that `base_of` can find them again."""
     return dict(path=hub_name(base.path), fingerprint=identity(base))
 
 
-def base_of(checkpoint: Checkpoint, init_from: str = "") -> Checkpoint:
+def base_of(checkpoint, init_from: str = "") -> Checkpoint:
     """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
 
     Looks where they were, also above the run, or on the hub. Another init_from must have them.
@@ -214,7 +214,7 @@ def base_of(checkpoint: Checkpoint, init_from: str = "") -> Checkpoint:
     )
 
 
-def identity(weights: Checkpoint) -> str:
+def identity(weights) -> str:
     """A fingerprint of the weights in a checkpoint or a Hugging Face folder; of adapters and their base."""
     path = weights.path
     if not is_pretrained(path):
@@ -243,7 +243,7 @@ def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):
     flush(folder)
 
 
-def seal(folder: Path):
+def seal(folder):
     """Write the manifest and flush every file to disk."""
     files = sorted(file for file in folder.iterdir() if file.name != "manifest.json")
     manifest = {file.name: {"sha256": sha256(file)} for file in files}
@@ -252,7 +252,7 @@ def seal(folder: Path):
         flush(file)
 
 
-def flush(path: Path):
+def flush(path):
     """Move a file's content, or a folder's names, from the page cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 
 from runs.checkpoint import Checkpoint, find_run, settings_of
 from runs.prepare import prepare
-from settings import EvaluateSettings, GRPOSettings, RewardOptions, SFTSettings
+from settings import GRPOSettings, RewardOptions, SFTSettings
 from snug.options import SnugError, in_one_line, merge_options
 from snug.pretrained.hub import SNAPSHOT
 from snug.pretrained.shapes import is_pretrained
@@ -21,9 +21,9 @@ UNTRAINED = dict(
 
 
 def prepare_evaluation(
-    options: EvaluateSettings,
-    given: set[str],
-    folder: str | Path,
+    options,
+    given,
+    folder,
     functions: Mapping[str, Callable] = {},
     source: Checkpoint | None = None,
 ):
@@ -54,7 +54,7 @@ def prepare_evaluation(
     )
 
 
-def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second: str):
+def prepare_pair(options, given, first, second):
     """Two models, with the task and the options of the second if it is a run, else of the first -> what `prepare`
     makes of each. Raises SnugError."""
     if options.samples_file:
@@ -66,7 +66,7 @@ def prepare_pair(options: EvaluateSettings, given: set[str], first: str, second:
     return [prepare_evaluation(options, given, folder, source=source)[0] for folder in (first, second)]
 
 
-def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSettings | GRPOSettings):
+def evaluation_settings(options, given, run: SFTSettings | GRPOSettings):
     """The run's settings with the options that are given. Another task begins with the defaults of its options.
 
     If reward functions are given, the run's other reward options do not apply. -> GRPOSettings, also for an SFT run.
@@ -90,7 +90,7 @@ def evaluation_settings(options: EvaluateSettings, given: set[str], run: SFTSett
     return merge_options(GRPOSettings, run, options, given - {"task"}, **changes)
 
 
-def samples_file(options: EvaluateSettings, default: Path) -> Path | None:
+def samples_file(options, default: Path) -> Path | None:
     """Where the samples go; None for --samples_file=none. Raises SnugError if nothing can be written there."""
     if options.samples_file == "none":
         return None

@@ -48,7 +48,7 @@ class ForkSettings(GRPOSettings):
     seeds: int = option(6, "pairs of branches, each of another seed; the first is the run's", minimum=1)
 
 
-def main(settings: ForkSettings, given: set[str], folder: str):
+def main(settings, given, folder: str):
     """Raises SnugError before anything is written if the run cannot go on like this."""
     changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
     run = prepare(*make_settings(GRPOSettings, "", changed | {"resume": folder})).settings
@@ -74,7 +74,7 @@ def main(settings: ForkSettings, given: set[str], folder: str):
     say(f"next: python report.py {' '.join(patterns)}")
 
 
-def train(start: Path, branch: Path, options: list[str], end: int):
+def train(start, branch, options: list[str], end: int):
     """Train a branch from a copy of the checkpoint until `end`, if it is not there. Exits if that fails or is
     stopped."""
     if not (branch / "log.jsonl").exists():
@@ -97,7 +97,7 @@ def train(start: Path, branch: Path, options: list[str], end: int):
         sys.exit(code)
 
 
-def is_done(branch: Path, end: int) -> bool:
+def is_done(branch, end: int) -> bool:
     return iteration_of(checkpoints(branch)[-1]) >= end
 
 

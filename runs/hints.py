@@ -13,7 +13,7 @@ from pathlib import Path
 HINTS = tomllib.loads(Path(__file__).with_name("hints.toml").read_text())["hint"]
 
 
-def hints(record: dict):
+def hints(record):
     """A line of GRPO's log -> {figure: hint}, for example {"kl": "kl 3: nats a token from the reference: ..."}."""
     lines = {}
     for hint in HINTS:

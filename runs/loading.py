@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from model import GPT, make_model
 from runs.checkpoint import Checkpoint, base_of, find_run, settings_of, tokenizer_of
@@ -62,7 +61,7 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     return Run(model, tokenizer, settings, state["iteration"], path)
 
 
-def load_with_adapters(checkpoint: Checkpoint, model: GPT):
+def load_with_adapters(checkpoint, model):
     """Load a checkpoint or a Hugging Face folder into a plain model. Of a checkpoint adapters are added, not merged."""
     if is_pretrained(checkpoint.path):
         _, *adapters = checkpoint.state["weights"]
@@ -77,7 +76,7 @@ def load_with_adapters(checkpoint: Checkpoint, model: GPT):
     load_into(file, trained(model))
 
 
-def load_weights(weights: Checkpoint, model: GPT):
+def load_weights(weights, model):
     """`load_with_adapters`, and merge them, if there are any. Raises SnugError."""
     load_with_adapters(weights, model)
     if lora.adapted(model):
@@ -106,7 +105,7 @@ def load_teacher(prepared, device) -> GPT | None:
     return load_frozen(shape, prepared.teacher, device, settings.dtype, settings.teacher_device)
 
 
-def load_frozen(shape: dict, origin: Checkpoint | None, device, dtype: str, place: str) -> GPT:
+def load_frozen(shape, origin: Checkpoint | None, device, dtype, place: str) -> GPT:
     """A model that does not train. No origin: random weights. A planner's have no values.
 
     place: "device", or "host": it is loaded there, then pinned, tensor by tensor, and its blocks are streamed.
@@ -122,7 +121,7 @@ def load_frozen(shape: dict, origin: Checkpoint | None, device, dtype: str, plac
     return model
 
 
-def configure(model: GPT, settings):
+def configure(model, settings):
     """Add adapters, if any, and set the model's memory options -> the model."""
     if settings.lora_rank:
         lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_target_modules)
@@ -131,7 +130,7 @@ def configure(model: GPT, settings):
     return model
 
 
-def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = None):
+def load_into(path, tensors: dict[str, torch.Tensor], rows: dict | None = None):
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
     Raises SnugError if names differ. Masters may be missing on either side: they come from the weights.
@@ -148,19 +147,19 @@ def load_into(path: Path, tensors: dict[str, torch.Tensor], rows: dict | None = 
                 tensors[name].copy_(value)
 
 
-def tensors_of(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def tensors_of(model, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """{file name: {tensor name: tensor}} of a checkpoint: the live tensors, not copies."""
     weights = {name: p.detach() for name, p in trained(model).items()}
     return {"model.safetensors": weights, "optimizer.safetensors": moments(model, optimizer)}
 
 
-def moments(model: GPT, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def moments(model, optimizer) -> dict[str, torch.Tensor]:
     """{"exp_avg.<parameter>": tensor, ...}: all that the optimizer keeps for each parameter, but not the step count."""
     named = [(name, optimizer.state[p]) for name, p in trained(model).items() if p in optimizer.state]
     return {f"{key}.{name}": state[key] for name, state in named for key in state if key != "step"}
 
 
-def load_optimizer(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer):
+def load_optimizer(checkpoint, model, optimizer):
     """Load moments and step count into a new optimizer."""
     file, rows = checkpoint.path / "optimizer.safetensors", getattr(model, "rows", {})
     load_into(file, moments(model, optimizer), rows)
@@ -177,7 +176,7 @@ def generator_state() -> dict:
     return dict(cpu=cpu, python=random.getstate(), numpy=[kind, words.tolist(), *rest])
 
 
-def restore_generators(state: dict):
+def restore_generators(state):
     """The inverse of `generator_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -18,7 +18,7 @@ from snug.options import SnugError, in_one_line
 
 
 @contextmanager
-def locked(folder: str | Path):
+def locked(folder):
     """Hold the lock of a folder, which is made if it is missing.
 
     Raises SnugError if another process has the lock, or if the folder cannot be written to.
@@ -46,7 +46,7 @@ def locked(folder: str | Path):
         yield
 
 
-def move_aside(folder: Path) -> Path:
+def move_aside(folder) -> Path:
     """Rename the folder, with the earlier run in it, and make a new one of its name -> the earlier run's folder.
 
     The new name is the first of <name>.1, <name>.2, ... that is free. Raises SnugError.

@@ -63,11 +63,11 @@ class Saver:
             for folder in self.folder.glob(f".tmp-{PREFIX}*"):  # a killed process left it
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def score_of(self, record: dict) -> float | None:
+    def score_of(self, record) -> float | None:
         """The best checkpoint has the largest: the mean held-out reward if the run has reward_funcs, else pass@1."""
         return record.get("eval_reward_mean" if self.settings.reward_funcs else "pass_at_1")
 
-    def after(self, done: int, progress: dict, scores: dict):
+    def after(self, done, progress, scores):
         """Save after `done` iterations if it is time. scores: the log's, of an evaluation now.
 
         After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails.
@@ -84,7 +84,7 @@ class Saver:
         if self.processes.first(last or is_due and is_safe):
             self.save(done, progress, last)
 
-    def save(self, done: int, progress: dict, last: bool = False):
+    def save(self, done, progress, last: bool = False):
         """Save the state after `done` iterations. If that fails, warn; last: raise SnugError."""
         if not self.processes.first(self.saved == done):
             self.write(done, progress, last)
@@ -119,7 +119,7 @@ class Saver:
             return
         self.saved = done
 
-    def prune(self, done: int):
+    def prune(self, done):
         """Keep the newest save_total_limit checkpoints and the best one, and link `best` to that.
 
         Checkpoints after `done` are damaged ones that the run did not resume from. They stay.
@@ -136,7 +136,7 @@ class Saver:
                 shutil.rmtree(path, ignore_errors=True)  # if it stays, the next save tries again
 
     @contextmanager
-    def keeping(self, iteration: int, progress: dict) -> Iterator[None]:
+    def keeping(self, iteration, progress) -> Iterator[None]:
         """If the block fails before its optimizer step, save the state from before it, with this `progress`. Ctrl-C
         says how to go on."""
         progress = progress | {"generators": generator_state()}
@@ -160,12 +160,12 @@ class Saver:
             raise
 
 
-def best_of(paths: list[Path], scores: dict) -> Path | None:
+def best_of(paths, scores) -> Path | None:
     """The checkpoint with the best score, the newest of equals. scores: {iterations done: score or None}."""
     scored = [path for path in paths if scores.get(iteration_of(path)) is not None]
     return max(scored, key=lambda path: (scores[iteration_of(path)], path.name), default=None)
 
 
-def newest_name(folder: Path) -> str:
+def newest_name(folder) -> str:
     paths = checkpoints(folder)
     return str(paths[-1]) if paths else "the beginning, for nothing was saved yet"

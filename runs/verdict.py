@@ -14,7 +14,7 @@ from runs.page.runs import Run, logged
 OF_SCORES = "task", "data_file", "test_file", "eval_prompts", "chat", "system_prompt"
 
 
-def verdict(runs: list[Run]) -> list[str]:
+def verdict(runs) -> list[str]:
     """Lines about runs of GRPO: each arm beside the first."""
     runs = [run for run in runs if run.kind == "GRPO" and run.ended and held_out(run)]
     arms = {}
@@ -27,7 +27,7 @@ def verdict(runs: list[Run]) -> list[str]:
     return lines
 
 
-def score_name(run: Run) -> str:
+def score_name(run) -> str:
     """The held-out score: pass@1 of the task, or else the mean of reward_funcs."""
     if not run.settings.get("reward_funcs"):
         return "pass_at_1"
@@ -35,7 +35,7 @@ def score_name(run: Run) -> str:
     return own if logged(run.records, own) else "eval_reward_mean"
 
 
-def held_out(run: Run) -> list[float]:
+def held_out(run) -> list[float]:
     return logged(run.records, score_name(run))
 
 

@@ -31,7 +31,7 @@ TARGETS = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}
 class LoRALinear(nn.Module):
     """An nn.Linear with an adapter: weight and bias under their names, lora_A (rank, in), lora_B (out, rank)."""
 
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float):
+    def __init__(self, linear, rank: int, alpha: float):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.enabled, self.scale = True, alpha / rank
@@ -65,12 +65,12 @@ def add(model: nn.Module, rank: int, alpha: float, targets: list[str]):
     return model
 
 
-def adapted(model: nn.Module):
+def adapted(model):
     """-> the modules with adapters."""
     return [layer for layer in model.modules() if getattr(layer, "lora_A", None) is not None]
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained(model) -> dict[str, nn.Parameter]:
     """{name: parameter} of those that train, which a checkpoint has: with LoRA the adapters, else all.
 
     If the model is sharded, these are the rows that this process has.
@@ -112,7 +112,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def cached_casts(model: torch.nn.Module):
+def cached_casts(model):
     """Keep bfloat16 copies from step to step: of adapters, and autocast's of frozen weights. Autocast does so only for
     weights that require a gradient, so here they do."""
     for layer in adapted(model):

@@ -39,7 +39,7 @@ class DryRun:
         self.period = prepared.shape.get("full_every") or 1
         self.longest = prepared.longest()  # tokens of the longest prompt and completion
 
-    def __call__(self, settings, n_layer: int, meter):
+    def __call__(self, settings, n_layer, meter):
         device, shape = torch.device("cpu"), self.prepared.shape | {"n_layer": n_layer}
         settings, one_step, worst_case = share_of(settings), {}, worst_case_batch
         if isinstance(settings, GRPOSettings):  # one step stands for all

@@ -54,7 +54,7 @@ def score(rollouts, episodes, prepared) -> Scored:
     return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
 
 
-def join(parts: list[Scored]) -> Scored:
+def join(parts) -> Scored:
     """Several, one below the other."""
     if len(parts) == 1:
         return parts[0]
@@ -66,7 +66,7 @@ def join(parts: list[Scored]) -> Scored:
     )
 
 
-def concatenated(parts: list[Scored], column: str) -> dict[str, list]:
+def concatenated(parts, column) -> dict[str, list]:
     """{name: the values of all parts}. Where a part lacks a name: None for each completion."""
     lists = {name: [] for part in parts for name in getattr(part, column)}
     for part in parts:
@@ -97,7 +97,7 @@ def add_up(totals: dict, parts: list[dict]):
         totals[name] = value.clamp(min=before) if name.endswith("_max") else before + value
 
 
-def moved(rollouts: Rollouts, device) -> Rollouts:
+def moved(rollouts, device) -> Rollouts:
     """The same on another device."""
     return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})
 
@@ -108,7 +108,7 @@ def columns_of(sequences, select):
     return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
 
 
-def rollout_metrics(scored: Scored) -> dict[str, float]:
+def rollout_metrics(scored) -> dict[str, float]:
     """What the log says of an iteration's rollouts."""
     rollouts, rewards = scored.rollouts, scored.rewards[~scored.rewards.isnan()]
     metrics = {}
@@ -132,7 +132,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     return metrics
 
 
-def episode_metrics(scored: Scored) -> dict[str, float]:
+def episode_metrics(scored) -> dict[str, float]:
     """Means per completion, and the share of tokens that were written."""
     messages, rollouts = scored.episodes["messages"], scored.rollouts
     turns = [message for each in messages for message in each if message["role"] == "assistant"]
@@ -159,7 +159,7 @@ def mean_of(steps):
     return means
 
 
-def sample_records(scored: Scored, entropies, tokenizer, settings) -> list[dict]:
+def sample_records(scored, entropies, tokenizer, settings) -> list[dict]:
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
     The reward is the one that the advantage was computed from; rewards: each function's, before weights. question: the
@@ -220,7 +220,7 @@ def texts_of(ids, decode) -> list[str]:
     return texts
 
 
-def groups_of(records: list[dict], settings) -> tuple[int, int]:
+def groups_of(records, settings) -> tuple[int, int]:
     """Lines of the log -> (how many groups have different rewards, how many were sampled); 0 of 0 without rewards."""
     varied, groups = 0, 0
     for record in records:

@@ -55,7 +55,7 @@ def make_optimizer(model, settings):
     )
 
 
-def learning_rate_at(iteration: int, settings):
+def learning_rate_at(iteration, settings):
     """The learning rate of iteration 0, 1, ...: a linear warmup over warmup_iters, then lr_schedule.
 
     learning_rate 1, warmup_iters 2, linear, max_iters 6 -> 0.5, 1, 1, 0.75, 0.5, 0.25

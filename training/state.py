@@ -69,7 +69,7 @@ class Training:
             extra_prompts=self.extra_prompts,
         )
 
-    def begin_iteration(self, iteration: int):
+    def begin_iteration(self, iteration):
         """Start the meter and the clock; before the first iteration evaluate."""
         self.meter.reset()
         self.started = time.perf_counter()
@@ -79,7 +79,7 @@ class Training:
         if scores:
             self.log.scores(scores)
 
-    def evaluate_if_due(self, done: int):
+    def evaluate_if_due(self, done):
         """After `done` iterations -> the evaluation's entries for the log, or {}.
 
         Before the first iteration, every eval_interval and after the last."""
@@ -121,7 +121,7 @@ class Training:
         """What samples.jsonl shows of an iteration."""
         return sample_records(scored, entropies, self.prepared.tokenizer, self.settings)
 
-    def end_iteration(self, record: dict, samples=()):
+    def end_iteration(self, record, samples=()):
         """Evaluate if it is time, log, and save if it is time."""
         done, scores = record["iter"] + 1, {}
         try:

@@ -6,7 +6,7 @@ A chart compares runs of one kind, GRPO or SFT, over their iterations. A figure 
 from dataclasses import dataclass
 
 from runs.log import values_of
-from runs.page.runs import PHASES, Run, logged, logged_names
+from runs.page.runs import PHASES, logged, logged_names
 
 # Contrast of at least 3 : 1, on the light page and on the dark one.
 PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
@@ -54,7 +54,7 @@ class Chart:
     series: list[Series]
 
 
-def charts_of(runs: list[Run]) -> list[Chart]:
+def charts_of(runs) -> list[Chart]:
     """All charts, in the page's order."""
     functions = {name: name.removeprefix("reward/") for name in logged_names(runs, "reward/")}
     figures = [*LEARNING, ("Reward by function", "mean before weights", functions)]
@@ -66,7 +66,7 @@ def charts_of(runs: list[Run]) -> list[Chart]:
     return learning + memory + time
 
 
-def by_kind(section: str, title: str, unit: str, names: dict, runs: list[Run]) -> list[Chart]:
+def by_kind(section, title, unit, names, runs) -> list[Chart]:
     """One chart for each kind of runs that has logged a figure."""
     kinds = list(dict.fromkeys(run.kind for run in runs))
     charts = []
@@ -78,7 +78,7 @@ def by_kind(section: str, title: str, unit: str, names: dict, runs: list[Run]) -
     return charts
 
 
-def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
+def lines(runs, names) -> list[Series]:
     """One line for each run and figure. names: {figure of the log: name of the line, or "" for the run's name}."""
     series = []
     for number, run in enumerate(runs):
@@ -93,7 +93,7 @@ def lines(runs: list[Run], names: dict[str, str]) -> list[Series]:
     return series
 
 
-def timeline(run: Run) -> Chart:
+def timeline(run) -> Chart:
     """A block for each phase of an iteration, as high as the phase's peak."""
     records = run.records[-SHOWN:]
     phases = [phase for phase in PHASES if logged(records, f"mem_max_alloc_mb_{phase}")]

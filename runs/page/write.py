@@ -12,13 +12,13 @@ from pathlib import Path
 
 from runs.log import write_whole
 from runs.page.charts import PALETTE, charts_of
-from runs.page.runs import Run, options_of
+from runs.page.runs import options_of
 from snug.options import in_one_line, plain
 
 HERE = Path(__file__).parent
 
 
-def write_page(runs: list[Run], cells: list[list[str]], verdict: list[str]):
+def write_page(runs, cells: list[list[str]], verdict: list[str]):
     """Write report.html into the first run's folder -> its path. cells: the console's table; verdict: its lines below.
 
     Raises SnugError."""

@@ -31,7 +31,7 @@ class Ledger:
         self.current = self.peak = 0
         self.sizes = {}  # id of a storage -> (weak reference, bytes)
 
-    def follow(self, tensor: torch.Tensor):
+    def follow(self, tensor):
         """Count the storage of a tensor, once, for as long as it lives."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
@@ -75,9 +75,7 @@ def left_in_cgroups():
             yield limit - used + files
 
 
-def new_on_host(
-    like: torch.Tensor, dtype: torch.dtype | None = None, keep: bool = False, device=None
-) -> torch.Tensor:
+def new_on_host(like: torch.Tensor, dtype=None, keep: bool = False, device=None) -> torch.Tensor:
     """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is pinned or `device`,
     default its own, is CUDA.
 

@@ -14,17 +14,17 @@ MULTIPLE = 16  # tokens
 class PlanningMode(FakeTensorMode):
     """Tensors made inside have shapes and no data. They stand for a device's of this kind: "cuda", "mps" or "cpu"."""
 
-    def __init__(self, kind: str, host):
+    def __init__(self, kind, host):
         super().__init__(allow_non_fake_inputs=True)
         self.kind, self.host = kind, host
 
 
-def is_planned(tensor: torch.Tensor) -> bool:
+def is_planned(tensor) -> bool:
     """Has the tensor no data? Then kernels have nothing to do: their callers allocate all outputs."""
     return isinstance(tensor, FakeTensor)
 
 
-def kind_of(tensor: torch.Tensor) -> str:
+def kind_of(tensor) -> str:
     """ "cuda", "mps" or "cpu": the kind of device a tensor is on, or is planned for."""
     mode = getattr(tensor, "fake_mode", None)
     return mode.kind if mode else tensor.device.type
@@ -39,7 +39,7 @@ def kind_planned(device: str) -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def off_mps(tensor: torch.Tensor) -> torch.Tensor:
+def off_mps(tensor) -> torch.Tensor:
     """The tensor; if it is on MPS, a copy on the host, for float64 and for operations that MPS lacks. It waits."""
     return tensor.cpu() if kind_of(tensor) == "mps" else tensor
 
@@ -53,7 +53,7 @@ def padded(length: int, tokens: torch.Tensor) -> int:
     return -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) != "cpu" else length
 
 
-def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
+def upload(numbers, device, dtype=torch.long) -> torch.Tensor:
     """Numbers to the device; on CUDA from pinned memory, so that the host does not wait. On a CPU it may be a view.
 
     MPS has to wait: it reads memory that is not pinned later, when it may be free.
@@ -64,7 +64,7 @@ def upload(numbers, device: torch.device, dtype=torch.long) -> torch.Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-def logits_budget(chunk_mb: float, kind: str, head_bytes: int = 0):
+def logits_budget(chunk_mb: float, kind, head_bytes: int = 0):
     """The option logits_chunk_mb -> MiB for a chunk of logits and what is made of it; 0: the device's default.
 
     Each chunk reads the head of so many bytes, so the default is a quarter of them if that is more.

@@ -12,7 +12,7 @@ from snug.device.kinds import kind_planned
 from snug.options import SnugError, first_line
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name) -> torch.device:
     """ "auto" is CUDA if torch can use such a GPU, else MPS, else the CPU. Raises SnugError if it cannot be
     used. torch has the name "cuda" for AMD's GPUs, too."""
     try:
@@ -44,7 +44,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def with_dtype(settings, kind: str):
+def with_dtype(settings, kind):
     """-> settings with a dtype in place of "auto". kind: "cuda", "mps" or "cpu". A planned GPU has bfloat16.
 
     On MPS bfloat16 saves memory, but others saw no time saved, and an M1 does not compute in it: "auto" is float32.

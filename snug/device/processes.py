@@ -21,7 +21,7 @@ class OneProcess:
         if error is None:
             self.agreed(None)
 
-    def device(self, name: str):
+    def device(self, name):
         """The option `device` -> this process's device."""
         if name in ("auto", "cuda") and torch.cuda.is_available():
             return f"cuda:{self.local_rank}"
@@ -66,7 +66,7 @@ class OneProcess:
         """A context that gives a model with all weights, to sample from."""
         return nullcontext(model)
 
-    def whole_tensors(self, model, tensors: dict):
+    def whole_tensors(self, model, tensors):
         """{file: {name: tensor}} of runs.loading.tensors_of -> the same with all rows of each, on rank 0 only."""
         return tensors
 

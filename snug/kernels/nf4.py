@@ -332,7 +332,7 @@ def takes_product(x, weight) -> bool:
 
 
 @component("activations")
-def product(x, weight: NF4, bias=None, residual=None, h=None, B=None, alpha=1.0) -> torch.Tensor:
+def product(x, weight, bias=None, residual=None, h=None, B=None, alpha=1.0) -> torch.Tensor:
     """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
 
     x (..., columns), at most FEW rows; residual (..., rows); an adapter's h (..., rank) and B (rows, rank). Its twins

@@ -12,7 +12,7 @@ import torch
 
 from snug.device.host import available_on_host
 from snug.device.kinds import kind_planned, logits_budget
-from snug.memory.plan import GIB, Plan, plan
+from snug.memory.plan import GIB, plan
 from snug.options import SnugError
 from snug.options.progress import counted, phase
 
@@ -26,11 +26,11 @@ class Room(NamedTuple):
     device: float
     host: float = math.inf
 
-    def holds(self, planned: Plan) -> bool:
+    def holds(self, planned) -> bool:
         return need(planned) <= self.device and planned.host <= self.host
 
 
-def need(planned: Plan) -> int:
+def need(planned) -> int:
     """Bytes of the device, and of the host if it is the same memory."""
     return planned.peak + (0 if planned.kind in APART else planned.host)
 
@@ -67,7 +67,7 @@ def halves(now, least):
         yield now
 
 
-def fit(dry_run, settings, room: Room):
+def fit(dry_run, settings, room):
     """-> (settings that fit the room, or come nearest, their Plan).
 
     It starts with the fastest value of each option on the ladder, whatever `settings` have. It gives one option after
@@ -163,7 +163,7 @@ def apply(dry_run, settings, device, say):
     return fitted
 
 
-def too_large(planned: Plan, change: str, room: Room) -> str:
+def too_large(planned, change, room) -> str:
     """One line: what is missing, and what would help. Nothing that rounds was tried."""
     host = f" and {room.host / GIB:.3g} GiB of the host" if room.host < math.inf else ""
     return (

@@ -26,7 +26,7 @@ from snug.device.host import HOST, Ledger
 COMPONENTS = {"snug.device.host.fetch": "streamed weights"}
 
 
-def component(name: str):
+def component(name):
     """A decorator: plans count the tensors that this function or class makes as `name`. It costs nothing in a run."""
 
     def mark(item):

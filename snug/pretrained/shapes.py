@@ -35,13 +35,13 @@ OPTIONAL = set().union(*(family["may_have"] for family in FAMILIES.values()))
 ORIGINAL = "original_max_position_embeddings"
 
 
-def is_pretrained(folder: str | Path) -> bool:
+def is_pretrained(folder) -> bool:
     """Is it a Hugging Face folder, of a model or of adapters? Folders of runs and checkpoints have neither config."""
     names = "config.json", "adapter_config.json"
     return bool(folder) and any((Path(folder) / name).is_file() for name in names)
 
 
-def read_config(folder: str | Path) -> dict:
+def read_config(folder) -> dict:
     """config.json of a supported architecture. Raises SnugError."""
     path = Path(folder) / "config.json"
     config = read_object(path)
@@ -56,7 +56,7 @@ def read_config(folder: str | Path) -> dict:
     return config
 
 
-def stored_dtype(folder: str | Path) -> str | None:
+def stored_dtype(folder) -> str | None:
     """The dtype of the weights, such as "bfloat16", as config.json says it."""
     config = read_config(folder)
     return config.get("dtype", config.get("torch_dtype"))
@@ -72,11 +72,11 @@ def read_shape(folder: str | Path) -> dict:
 
 
 @cache  # each text once
-def note(text: str):
+def note(text):
     print(plain(text), file=sys.stderr)
 
 
-def shape_of(config: dict, path: Path | str) -> tuple[dict, set]:
+def shape_of(config, path: Path | str) -> tuple[dict, set]:
     """-> (GPTConfig's keywords, the keys of config.json that nobody knows).
 
     What a family cannot have is read, too, and refused: another class would compute it, and this one not.
@@ -106,7 +106,7 @@ def shape_of(config: dict, path: Path | str) -> tuple[dict, set]:
     return shape, c.values.keys() - c.read - HARMLESS - missing.keys()
 
 
-def flat(config: dict, missing: dict) -> dict:
+def flat(config, missing: dict) -> dict:
     """config.json, with what it leaves out, what it says of positions beside the rest, and without nulls.
 
     Newer files have all of positions in rope_parameters, perhaps by kind of layer; older ones rope_scaling.
@@ -123,7 +123,7 @@ def flat(config: dict, missing: dict) -> dict:
     return {name: value for name, value in (config | rope).items() if value is not None}
 
 
-def sizes(c: Fields, names: dict) -> dict:
+def sizes(c: Fields, names) -> dict:
     """-> {GPTConfig's name: value}. What GPTConfig derives from the rest may be missing."""
     result = {}
     for ours, theirs in names.items():
@@ -133,7 +133,7 @@ def sizes(c: Fields, names: dict) -> dict:
     return result
 
 
-def period(c: Fields, name: str, interval: str, kinds: tuple, n_layer: int) -> int:
+def period(c: Fields, name, interval: str, kinds: tuple, n_layer) -> int:
     """-> n if every n-th layer is of the second kind and no other; 0 if none is; without a list, the interval. Raises
     SnugError for another pattern."""
     n, layers = c.get(interval, int, 0), c.get(name, list, [])
@@ -148,7 +148,7 @@ def period(c: Fields, name: str, interval: str, kinds: tuple, n_layer: int) -> i
     return n
 
 
-def rope_of(c: Fields, longest: int) -> dict:
+def rope_of(c: Fields, longest) -> dict:
     """What GPTConfig has of positions, and the block_size that they allow."""
     result = dict(block_size=longest, rope_sliding_theta=c.get("rope_local_base_freq", float, 0.0))
     kind = c.values["rope_type"] = c.get("rope_type", str, c.get("type", str, "default"))
@@ -170,7 +170,7 @@ def rope_of(c: Fields, longest: int) -> dict:
     return result | sizes(c, ROPES[kind])
 
 
-def config_of(c: GPTConfig, dtype: str) -> dict:
+def config_of(c: GPTConfig, dtype) -> dict:
     """GPTConfig -> the content of config.json of the first family that has this shape, without padding ids (n_vocab and
     above). Raises SnugError if none has it."""
     wanted, others = asdict(replace(c, vocab_size=c.n_vocab)), {}
@@ -191,7 +191,7 @@ def config_of(c: GPTConfig, dtype: str) -> dict:
     )
 
 
-def written(c: GPTConfig, family: str, dtype: str) -> dict:
+def written(c: GPTConfig, family, dtype) -> dict:
     """config.json for transformers 4 and 5, as this family would have it."""
     table, may_have = FAMILIES[family], FAMILIES[family]["may_have"]
     names = NAMES.get(family, NAMES["llama"])

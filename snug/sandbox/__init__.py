@@ -106,7 +106,7 @@ class Sandbox:
         return [Result(*reply) for reply in replies]
 
     @contextmanager
-    def conversation(self, method: str):
+    def conversation(self, method):
         """Run method(first message, ask) of the target in a confined process of its own, beside this one.
 
         -> a function: message, as JSON has it -> Result of the text that the process answers with. `ask` does the same
@@ -117,7 +117,7 @@ class Sandbox:
         finally:
             self.run(method, [None], "end")
 
-    def request(self, kind: str, method: str, tasks: list, replies: list):
+    def request(self, kind, method, tasks, replies):
         """Append a reply for each task to `replies`. After an error the keeper is killed: it may still send replies."""
         try:
             if self.process is None or self.process.poll() is not None:

@@ -114,7 +114,7 @@ class Tokenizer:
                 ids += self.encode(part, special=piece in self.special)
         return ids
 
-    def encode_reply(self, messages: list[dict], stopped: bool) -> list[int]:
+    def encode_reply(self, messages, stopped: bool) -> list[int]:
         """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
 
         messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
@@ -123,7 +123,7 @@ class Tokenizer:
         ids, end = self.encode_prompt(messages, TURN), self.special.get(self.chat.end)
         return ids[ids.index(end) + 1 :] if stopped and end in ids else ids
 
-    def set_template_kwargs(self, variables: dict):
+    def set_template_kwargs(self, variables):
         """Set variables of the chat template, such as {"enable_thinking": False}, for prompts and for `files`."""
         if not variables:
             return
@@ -165,7 +165,7 @@ class Tokenizer:
 
         return is_over
 
-    def save(self, folder: str | Path):
+    def save(self, folder):
         """Write `files` into the folder; for bytes and gpt2, files of the same tokenizer for `transformers`."""
         config = dict(
             tokenizer_class="PreTrainedTokenizerFast",
