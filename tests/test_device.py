@@ -244,7 +244,9 @@ def test_without_kernels_plain_torch_runs_and_is_planned(h100, capsys):
     h100.setattr(kernels, "why_no_kernels", lambda: "Triton needs a C compiler")
     kernels.warn_without_kernels()
     said = capsys.readouterr().err
-    assert said.startswith("warning: without kernels and CUDA graphs") and said.endswith(": Triton needs a C compiler\n")
+    assert said.startswith("warning: without kernels and CUDA graphs") and said.endswith(
+        ": Triton needs a C compiler\n"
+    )
     h100.setattr(kernels, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False))))
     with PlanningMode("cuda", Ledger()):
         planned = torch.empty(3)

@@ -57,7 +57,8 @@ def head_options(
     """Check the arguments and fill in defaults. Raises ValueError.
 
     entropy: give entropies, too. n_vocab: ids from n_vocab on are padding, with probability and gradient 0.
-    chunk_size: rows at a time; default: as fit chunk_mb MiB, see rows_per_chunk. teacher: a Teacher, whose logits share the chunk's memory.
+    chunk_size: rows at a time; default: as fit chunk_mb MiB, see rows_per_chunk. teacher: a Teacher, whose logits share
+    the chunk's memory.
     Under autocast the products run in its dtype; autocast does not reach into an autograd function by itself.
     """
     dtype, device = hidden.dtype, hidden.device.type
@@ -163,9 +164,10 @@ def head_logprobs(hidden, weight, targets, *others, **more):
 
     With a teacher -> (log-probs, entropies or None, divergences), each (M,). The entropies have no gradient.
     hidden (M, C), weight (V, C), targets (M,) int64. others, more: temperature=1.0, chunk_size, entropy=False and what
-    else head_options takes. Backward computes each chunk's logits again (8 M C V FLOP in all). Use it for losses that need all log-probs before any gradient (sequence-level ratios)
-    and, without gradient, for a reference model. Saved: the inputs. Backward's extra bytes: a chunk, dhidden, dweight;
-    under autocast also the cast weight. Raises ValueError.
+    else head_options takes. Backward computes each chunk's logits again (8 M C V FLOP in all). Use it for losses that
+    need all log-probs before any gradient (sequence-level ratios) and, without gradient, for a reference model. Saved:
+    the inputs. Backward's extra bytes: a chunk, dhidden, dweight; under autocast also the cast weight. Raises
+    ValueError.
     """
     options = head_options(hidden, weight, targets, *others, **more)
     results = HeadLogprobs.apply(hidden, weight, targets.contiguous(), options)
