@@ -199,7 +199,7 @@ def test_what_the_hub_refuses_is_one_line(asked, tmp_path, monkeypatch):
     shutil.copy(tmp_path / "tiny/shards/config.json", tmp_path / "tiny/pickles")
     assert "config.json: model_type='gemma' is not supported" in refused(find_run, "tiny/gemma")
     assert asked == [("tiny/gemma", None)]  # before its weights are downloaded
-    assert "*.bin files are pickles" in refused(find_run, "tiny/pickles")
+    assert "*.bin files, which are pickles" in refused(find_run, "tiny/pickles")
     assert "config.json: cannot be read (FileNotFoundError" in refused(find_run, "tiny/gguf")
     error = errors.GatedRepoError
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error.__new__(error, "why")))

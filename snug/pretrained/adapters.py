@@ -20,7 +20,7 @@ from snug.pretrained.tensors import PEFT, appearing, entries, rows_of, write_jso
 FILE = "adapter_model.safetensors"
 
 # Variants of LoRA. Tensors of others have no place in the base.
-NOTHING = "bias use_dora modules_to_save rank_pattern alpha_pattern"
+NOTHING = "bias use_dora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens"
 
 
 def find_base(folder, weights: bool = True):
