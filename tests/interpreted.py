@@ -7,12 +7,12 @@ process of its own with TRITON_INTERPRET=1 (`run_interpreted`); its tests marked
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.commands import python
 from helpers.models import DEVICE
 from snug.kernels import triton
 
@@ -62,13 +62,12 @@ def forbid_plain_torch(monkeypatch, *places):
 
 def run_interpreted(file, at_least, request=None):
     """Run a file's tests in the interpreter; so many have to pass. request: the test's, with whose --long they run."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     chosen = request and request.config.getoption("long")
     if chosen and request.node.get_closest_marker("long"):
         chosen = "too"  # what it runs is all long
-    command += {"too": ["--long"], "only": ["--long-only"]}.get(chosen, [])
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    words += {"too": ["--long"], "only": ["--long-only"]}.get(chosen, [])
+    result = python(*words, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stdout[-4000:]
     passed = int(re.search(r"(\d+) passed", result.stdout)[1])
     assert passed >= (1 if chosen == "only" else at_least), result.stdout[-4000:]

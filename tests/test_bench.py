@@ -2,16 +2,15 @@
 
 import importlib.util
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from helpers import HOME
+from helpers.commands import python
 from snug.device.pick import pick_device
 from snug.kernels.nf4 import FEW
 
@@ -21,9 +20,7 @@ def summary(tmp_path):
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "bench/all.py", "--device=cuda", f"--folder={tmp_path}/here"]
-    result = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
+    result = python("bench/all.py", "--device=cuda", f"--folder={tmp_path}/here", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 2 and "sees no CUDA device" in result.stderr and not [*tmp_path.iterdir()]
 
 
@@ -53,8 +50,7 @@ AIMS = dict(main=1, iteration=2, decode=0, nf4=1, train=8, visit=1, sampling=5, 
 @pytest.mark.long
 def test_plans_of_one_device_are_a_table():
     """bench/sizing.py. test_layer_kernels.py runs bench/layers.py, and all others are steps of a dry run."""
-    command = [sys.executable, "bench/sizing.py", "--shapes=tiny", "--only=1"]
-    output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=True).stdout
+    output = python("bench/sizing.py", "--shapes=tiny", "--only=1").stdout
     assert output.splitlines()[2].startswith("| tiny | 1 | 0.1 rollout | ")
 
 
@@ -89,8 +85,7 @@ def test_bench_gpu_gives_the_product_no_more_rows_than_it_takes(bench):
 
 @pytest.mark.long
 def test_every_bench_runs(tmp_path):
-    command = [sys.executable, "bench/all.py", "--dry-run", "--seconds=1500", f"--folder={tmp_path}/here"]
-    output = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=1800).stdout
+    output = python("bench/all.py", "--dry-run", "--seconds=1500", f"--folder={tmp_path}/here").stdout
     aims_of = AIMS | dict(tests=0, learning=0, phases=int(bool(importlib.util.find_spec("trl"))))
     steps = summary(tmp_path)
     assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(aims_of, "ok"), output

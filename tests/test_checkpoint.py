@@ -18,6 +18,7 @@ import torch
 import grpo
 import train_sft
 from helpers import HOME
+from helpers.commands import python
 from helpers.errors import assert_refused, refusal
 from helpers.models import make_model
 from helpers.runs import OPTIMIZERS, figures, reward_that_draws, saved, tiny
@@ -64,7 +65,7 @@ def test_what_does_not_fit_the_model_is_named(tmp_path):
 def test_an_out_dir_that_cannot_be_is_one_line(tmp_path, name, options):
     (tmp_path / "file").write_text("")
     words = ["train_sft.py", "--device=cpu", "--max_iters=1", "--eval_prompts=0", f"--out_dir={tmp_path / name}"]
-    child = subprocess.run([sys.executable, *words, *options], cwd=HOME, capture_output=True, text=True)
+    child = python(*words, *options)
     assert child.returncode == 2 and child.stderr.count("\n") == 1
     assert child.stdout in ("", "starting\n")  # on a busy machine
     assert f"out_dir={tmp_path / name} cannot be written to (" in child.stderr

@@ -33,6 +33,12 @@ def task_of(path, cls=GRPOSettings, **options):
     return make_task(cls(task="examples.code:Code", data_file=path, eval_prompts=0, **options))
 
 
+def first_of(tmp_path, *rows, **options):
+    """-> the task of a file of these rows, and its first prompt's row."""
+    task = task_of(written(tmp_path, rows), **options)
+    return task, task.prompts("train", [0])[0]
+
+
 def rewards(task, row, completions):
     columns = {name: [row[name]] * len(completions) for name in row if name != "prompt"}
     seen = {}
@@ -49,8 +55,7 @@ def rewards(task, row, completions):
 def test_a_solution_passes_and_another_does_not(tmp_path, kind, chat):
     """The solution is the task's own demonstration, so SFT learns what GRPO rewards. A signature alone, which does not
     parse, is code because with a body it would."""
-    task = task_of(written(tmp_path, [ROWS[kind]] * 2), chat=chat)
-    [row] = task.prompts("train", [0])
+    task, row = first_of(tmp_path, *[ROWS[kind]] * 2, chat=chat)
     right = task.demonstration(row, None)
     wrong = right.replace("x + 1", "x + 2")
     assert row["names"] == ["f"] and task_of(task.file, SFTSettings, chat=chat)
@@ -73,8 +78,7 @@ def test_a_prompt_of_code_stands_in_a_block_with_chat_alone(tmp_path):
 
 def test_humaneval_counts_the_asserts_that_can_fail(tmp_path):
     """A loop with asserts is one test, assert True is none, and a statement that fails ends the others."""
-    task = task_of(written(tmp_path, [HUMAN_EVAL]))
-    [row] = task.prompts("train", [0])
+    task, row = first_of(tmp_path, HUMAN_EVAL)
     bodies = [
         "    return x + 1",
         "    return x + 1 if x < 5 else 0",
@@ -100,8 +104,7 @@ def right(program):
 @pytest.mark.parametrize("row", [OWN, IN_WORDS, SIGNATURE], ids=["own", "in_words", "signature"])
 def test_the_program_of_an_answer(tmp_path, row):
     """tests/answers.py has right ones, and what no program of an answer may become."""
-    task = task_of(written(tmp_path, [row]), chat=True)
-    [row] = task.prompts("train", [0])
+    task, row = first_of(tmp_path, row, chat=True)
     answers = RIGHT | WRONG | (BODIES if row["head"] else {})
     if sys.version_info < (3, 12):
         del answers["a parameter of types"]
@@ -116,8 +119,7 @@ def test_the_program_of_an_answer(tmp_path, row):
     ["", "\n\ndef g():\n  oh", "\nclass A", "\n# And", "\nprint(f(", "\nif x:", "\n@a", "\n```", "\n```\nIt adds."],
 )
 def test_without_chat_a_function_ends_before_the_next_statement(tmp_path, more):
-    task = task_of(written(tmp_path, [OWN]))
-    [row] = task.prompts("train", [0])
+    task, row = first_of(tmp_path, OWN)
     assert rewards(task, row, [f"    y = x\n\n    # one more\n    return y + 1{more}"])[0] == [1]
 
 
@@ -163,8 +165,7 @@ def test_rows_that_are_refused(tmp_path, row, problem):
 
 def test_a_comment_is_no_test_and_a_definition_before_an_assert_is_one(tmp_path):
     tests = ["# basic", "assert f(1) == 2", "", "def two(): return 2\nassert f(1) == two()", "assert f(2) == 3"]
-    task = task_of(written(tmp_path, [OWN | dict(tests=tests, setup=None)]))
-    [row] = task.prompts("train", [0])
+    task, row = first_of(tmp_path, OWN | dict(tests=tests, setup=None))
     assert rewards(task, row, [BODY, "    return 2\n", "    return 3\n"])[0] == [1, 2 / 3, 1 / 3]
 
 
@@ -172,8 +173,7 @@ def test_a_row_has_its_setup_and_its_tests_may_call_two_functions(tmp_path):
     """As they may be given to others, or called by a function of setup."""
     tests = ["assert all(map(f, [1, 2])) and half(4) == TWO", "assert called(g) == {3: 4}"]
     setup = "TWO = 2\ndef half(x): return x // TWO\ndef called(function): return function(x=3)"
-    task = task_of(written(tmp_path, [dict(prompt="Write f and g.", tests=tests, setup=setup)]), chat=True)
-    [row] = task.prompts("train", [0])
+    task, row = first_of(tmp_path, dict(prompt="Write f and g.", tests=tests, setup=setup), chat=True)
     g = "def g(y=0, *, x):\n    return {x: f(x)}\n"
     assert row["names"] == ["f", "g"]
     programs = [f"{GOOD}\n{g}", f"{g}```\n```\n{GOOD}", GOOD, f"{GOOD}```\n```\nf({{}})\n"]
@@ -185,8 +185,7 @@ def test_what_was_cut_off_earns_nothing_with_chat(tmp_path, kind, right):
     """Whatever counts. Without chat the end of the function is the end."""
     half = f"{GOOD}".replace("1", "x // 1")
     for chat, expected in {True: right, False: right[:2] * 2}.items():
-        task = task_of(written(tmp_path, [IN_WORDS]), chat=chat, code_reward=kind)
-        [row] = task.prompts("train", [0])
+        task, row = first_of(tmp_path, IN_WORDS, chat=chat, code_reward=kind)
         columns = {name: [row[name]] * 4 for name in row if name != "prompt"}
         assert task.rewards([""] * 4, [GOOD, half] * 2, stopped=[True, True, False, False], **columns) == expected
 

@@ -1,7 +1,6 @@
 """The commands as a user types them: bad input is one line and exit code 2 before torch is imported; --help; from SFT to a page."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import grpo
 import train_sft
 from data import make_task
 from helpers import HOME
+from helpers.commands import python
 from helpers.models import make_model
 from helpers.runs import command, refused, saved
 from runs import fork
@@ -167,16 +167,14 @@ def test_ctrl_c_while_a_module_is_imported_is_one_line(line, module, tmp_path):
     code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
     (tmp_path / f"{module}.py").write_text(code)
     save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model", get_tokenizer("bytes"))
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{HOME}"}
     words = [HOME / word if word in SCRIPTS else word for word in line.split()]
-    result = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    result = python(*words, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{HOME}")
     assert (result.returncode, result.stderr) == (130, "stopped\n")
 
 
 def test_a_users_script_keeps_its_own_end(tmp_path):
     (tmp_path / "mine.py").write_text("import runs, sys\nassert sys.excepthook is sys.__excepthook__\n")
-    environment = os.environ | {"PYTHONPATH": str(HOME)}
-    subprocess.run([sys.executable, tmp_path / "mine.py"], env=environment, check=True)
+    assert python(tmp_path / "mine.py", PYTHONPATH=str(HOME)).returncode == 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -199,8 +197,7 @@ def test_without_triton_plain_torch_does_everything(tmp_path):
     code = "import sys; sys.modules['triton'] = None; import runpy; sys.argv = sys.argv[1:]; "
     code += "runpy.run_path('grpo.py', run_name='__main__')"
     words = "grpo.py --max_iters=1 --batch_size=2 --group_size=2 --eval_prompts=2".split()
-    command = [sys.executable, "-c", code, *words, f"--out_dir={tmp_path}/run"]
-    run = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+    run = python("-c", code, *words, f"--out_dir={tmp_path}/run")
     assert run.returncode == 0 and "iter 0/1" in run.stdout, run.stderr
 
 

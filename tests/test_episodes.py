@@ -20,6 +20,7 @@ from data.episodes import CUT, LONGEST_TOKEN, Episodes, as_text, make_toolbox
 from helpers.episodes import CHATS, call, hermes, sampled, says, tool_of
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
+from helpers.tasks import written
 from helpers.tokenizers import HERMES, added, folder_of, qwen_like, tool, user
 from runs.prepare import prepare
 from sample import generate_naive, sample_groups
@@ -601,11 +602,9 @@ class LaterGame(Game):
 
 
 def prepared_for(tmp_path, folder, functions, prompt=QUESTION, **options):
-    file = tmp_path / "prompts.jsonl"
-    rows = [dict(prompt=prompt, answer=42, start=start) for start in (10, 20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "test.jsonl").write_text(json.dumps(dict(prompt="other", answer=0, start=0)))
-    common = dict(task="jsonl", data_file=str(file), test_file=str(tmp_path / "test.jsonl"), tokenizer=folder)
+    file = written(tmp_path, [dict(prompt=prompt, answer=42, start=start) for start in (10, 20)])
+    test_file = written(tmp_path, [dict(prompt="other", answer=0, start=0)], "test.jsonl")
+    common = dict(task="jsonl", data_file=file, test_file=test_file, tokenizer=folder)
     common |= dict(batch_size=2, group_size=2, eval_prompts=1, block_size=800, out_dir=str(tmp_path / "run"))
     return prepare(GRPOSettings(**common | dict(max_new_tokens=300) | options), functions=functions)
 

@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -20,10 +18,11 @@ import train_sft
 from data import make_task
 from data.scores import Z, group_scores, majority, pass_at, powers, table, wilson
 from evaluate import run_evaluation
-from helpers import HOME
+from helpers.commands import python
 from helpers.errors import assert_refused
 from helpers.models import make_model
 from helpers.runs import disk, hex_run, prepared_by, run_settings
+from helpers.tasks import written
 from model import GPT
 from runs.checkpoint import newest
 from runs.evaluation import evaluation_settings
@@ -200,10 +199,9 @@ def run_folder(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("evaluate"), random.Random(0)
     names = ("prompt", "answer", "demonstration")
     rows = [(f"q{i}", rng.choice("01"), rng.choice(["0", "1", "1", "22"])) for i in range(400)]
-    lines = [json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows]
-    (folder / "rows.jsonl").write_text("".join(lines))
+    file = written(folder, [dict(zip(names, row, strict=True)) for row in rows], "rows.jsonl")
     options = dict(n_layer=1, n_embd=32, block_size=16, batch_size=32, max_iters=30, learning_rate=5e-3, eval_prompts=0)
-    settings = SFTSettings(task="jsonl", data_file=str(folder / "rows.jsonl"), out_dir=str(folder / "run"), **options)
+    settings = SFTSettings(task="jsonl", data_file=file, out_dir=str(folder / "run"), **options)
     train_sft.main(prepare(settings))
     return folder / "run"
 
@@ -211,8 +209,7 @@ def run_folder(tmp_path_factory):
 def test_the_command(run_folder):
     """In a process of its own, its stdout a pipe: the table, the file, and that the two say the same."""
     words = ["--num_samples=6", "--num_prompts=30", "--temperature=0.9"]
-    command = [sys.executable, "evaluate.py", run_folder, *words]
-    run = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+    run = python("evaluate.py", run_folder, *words)
     assert run.returncode == 0 and run.stderr == "", run.stderr
     file = run_folder / "evaluation-jsonl-test.jsonl"
     summary, *samples = map(json.loads, file.read_text().splitlines())
@@ -273,8 +270,7 @@ def test_a_hugging_face_folder_is_evaluated_on_what_the_command_names(tmp_path, 
 
 def test_what_cannot_be_evaluated_is_refused(run_folder):
     home = run_folder.parent
-    rows = [json.dumps({"prompt": str(i), "demonstration": "x"}) + "\n" for i in range(50)]
-    (home / "unscored.jsonl").write_text("".join(rows))
+    written(home, [{"prompt": str(i), "demonstration": "x"} for i in range(50)], "unscored.jsonl")
     for words, message in (
         ("--task=countdwn", "--task='countdwn' is not one of .*did you mean countdown"),
         ("--tokenizer=gpt2", "='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded"),

@@ -17,12 +17,12 @@ from batch import Cut
 from helpers.errors import refusal
 from helpers.families import CASES, FAMILIES, NONE, SMALL, change_config, their_model, transformers
 from helpers.models import logits_of, make_flat_model
-from helpers.rollouts import assert_same_gradient, gradient, make_rollouts, never_stop
+from helpers.rollouts import assert_naive, assert_same_gradient, gradient, make_rollouts, never_stop
 from model import GPT
 from padded import a_few, padded
 from runs.log import read_log
 from runs.prepare import prepare
-from sample import generate_naive, sample_groups
+from sample import sample_groups
 from settings import GRPOSettings
 from snug import lora
 from snug.kernels.rotary import rotary_frequencies, rotary_table
@@ -135,11 +135,7 @@ def test_the_sampler_is_the_naive_one(pair, count, longest, replies):
         options["respond"] = lambda row, ids: [7] * (5 + row) if len(ids) < 20 else None
     rollouts = sample_groups(model, prompts, count, longest, max_batch=count + 1, **options)
     assert replies or len({len(ids) for ids in rollouts.completions()}) > 1
-    for i, ids in enumerate(rollouts.completions()):
-        expected, logprobs = generate_naive(model, prompts[i // count], longest, row=i, **options)
-        assert ids == expected, i
-        found = rollouts.sampling_logprobs[i, : len(ids)].tolist()
-        assert found == pytest.approx([logprob or 0.0 for logprob in logprobs], abs=1e-6)
+    assert_naive(rollouts, model, prompts, longest, **options)
 
 
 @pytest.mark.parametrize("pair", CASES, indirect=True)
@@ -413,8 +409,7 @@ def test_a_property_alone_trains(position, changes):
     with padded(poison=7):
         oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
     assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, 14, 3), options), oracle)
-    [ids] = sample_groups(model, [[1, 2, 3]], 1, 30, seed=4).completions()
-    assert ids == generate_naive(model, [1, 2, 3], 30, seed=4)[0]
+    assert_naive(sample_groups(model, [[1, 2, 3]], 1, 30, seed=4), model, [[1, 2, 3]], 30, seed=4)
 
 
 def test_each_property_has_been_alone():

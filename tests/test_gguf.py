@@ -3,14 +3,12 @@
 import copy
 import itertools
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.commands import python
 from helpers.gguf_files import CASES, KINDS, TEMPLATE, gguf, names_of, transformers, write
 from helpers.models import logits_of
 from helpers.tokenizers import STOP, folder_of, llama2_like, texts
@@ -113,6 +111,5 @@ def test_what_would_be_left_out_in_silence_is_refused(said, tmp_path):
 
 def test_what_is_no_gguf_file_is_refused_in_one_line(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"\x80\x04." * 20)
-    command = [sys.executable, "-m", "examples.gguf", tmp_path / "a.gguf", f"--to={tmp_path}/out"]
-    result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    result = python("-m", "examples.gguf", tmp_path / "a.gguf", f"--to={tmp_path}/out")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "cannot become a folder" in result.stderr

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from helpers.models import make_flat_model
-from helpers.rollouts import rows_of
+from helpers.rollouts import assert_naive
 from interpreted import INTERPRETED, in_the_interpreter, long
-from sample import generate_naive, sample_groups
+from sample import sample_groups
 from snug import lora
 from snug.decoding import decode_batch, recorder
 from snug.kernels.layers import hold_in_nf4
@@ -180,10 +180,7 @@ EPISODES = "llama", 3, 4, True, dict(respond=reply, is_over=lambda ids: ids[-2:]
 def test_replayed_steps_equal_the_naive_generator(shape, k, slots, adapters, options, graphs):
     model = model_of(shape, adapters)
     rollouts = sampled(model, slots, k, **options)
-    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        naive = generate_naive(model, PROMPTS[i // k], 8, stop_token=(3, 9), seed=21, row=i, **options)
-        expected = [value or 0.0 for value in naive[1]]  # None: written by `respond`
-        assert ids == naive[0] and logprobs == pytest.approx(expected, abs=1e-5)
+    assert_naive(rollouts, model, PROMPTS, 8, stop_token=(3, 9), seed=21, **options)
     assert Graph.replays > 3 and Graph.launches > 0 and len(set(rollouts.completion_lengths.tolist())) > 1
 
 

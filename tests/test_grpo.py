@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import train_sft
 from batch import Cut, Sequences
+from helpers.commands import python
 from helpers.models import DEVICE, make_flat_model, make_model, tensor_bytes
 from helpers.rollouts import never_stop, some_rollouts
 from helpers.runs import tiny
@@ -417,7 +415,5 @@ print(len(entered), sum(not name.startswith("<") for names in entered.values() f
 
 def test_a_smallest_iteration_enters_few_files(tmp_path):
     """Addition, 4 x 4 on a CPU, the third iteration with its log line: our files, and our functions but lambdas."""
-    command = [sys.executable, "-c", COUNT, str(tmp_path / "run")]
-    printed = subprocess.run(command, cwd=Path(grpo.__file__).parent, capture_output=True, text=True, check=True).stdout
-    files, functions = map(int, printed.splitlines()[-1].split())
+    files, functions = map(int, python("-c", COUNT, tmp_path / "run").stdout.splitlines()[-1].split())
     assert files <= 34 and functions <= 190

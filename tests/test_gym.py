@@ -1,7 +1,6 @@
 """examples/gym.py: rows that are the same for ever and never cross, and rewards that no executed answer can change."""
 
 import json
-import subprocess
 import sys
 from contextlib import closing
 from functools import partial
@@ -12,7 +11,7 @@ from data import make_task
 from data.answers import MAX_COMPLETION
 from examples import gym
 from examples.gym import ReasoningGym
-from helpers import HOME
+from helpers.commands import python
 from helpers.tasks import needs_package
 from settings import GRPOSettings
 from snug.sandbox import Result, Sandbox
@@ -103,8 +102,7 @@ gym.datasets["gcd"].score_answer = lambda answer, entry: len(entry["metadata"].p
 assert [gym.score("gcd", 7, "1") for _ in range(2)] == [3, 3], "a scorer changed the item"
 print("done")
 """
-    command = [sys.executable, "-c", program, json.dumps(cases)]
-    result = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+    result = python("-c", program, json.dumps(cases))
     assert result.stdout == "done\n", result.stderr
 
 

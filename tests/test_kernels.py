@@ -16,10 +16,10 @@ import torch
 
 from helpers.kernels import LONG_ROWS, RAGGED, ahead_of_time, assert_near, make_cache, make_rows, run_rows
 from helpers.models import DEVICE, make_flat_model
-from helpers.rollouts import rows_of
+from helpers.rollouts import assert_naive
 from interpreted import INTERPRETED, SHARED, compiles, in_kernels, in_the_interpreter, long, run_interpreted
 from interpreted import cubin_resources as resources
-from sample import generate_naive, sample_groups
+from sample import sample_groups
 from snug.decoding import attention, draw, kvcache
 from snug.decoding import decode_batch as sample
 from snug.decoding.draw import sample_tokens
@@ -181,9 +181,7 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, own, monke
     model, prompts = make_flat_model(shape, **dict(n_layer=1) | changes), [[1, 2, 3], [4]]
     options = dict(stop_token=3, seed=3) | own
     rollouts = sample_groups(model, prompts, 3, 5, max_batch=4, **options)
-    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        expected, values = generate_naive(model, prompts[i // 3], 5, row=i, **options)
-        assert ids == expected and logprobs == pytest.approx(values, abs=1e-5)
+    assert_naive(rollouts, model, prompts, 5, **options)
     assert len(addresses) > 1 and all(len(found) == 1 for found in addresses.values())
 
 

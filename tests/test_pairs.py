@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import weakref
 from collections import defaultdict
 from itertools import product
@@ -18,6 +16,7 @@ import train_sft
 from data.pairs import MOST, compared, comparison, sign_flip, verdict
 from evaluate import compare, run_evaluation
 from helpers import HOME
+from helpers.commands import python
 from helpers.models import make_model
 from runs.evaluation import prepare_pair
 from runs.prepare import prepare
@@ -227,8 +226,7 @@ def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
 
 def test_the_command_takes_one_folder_or_two(folders, tmp_path):
     """In a process of its own."""
-    command = [sys.executable, HOME / "evaluate.py", folders / "a", "--num_prompts=4", folders / "b", *WORDS]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    run = python(HOME / "evaluate.py", folders / "a", "--num_prompts=4", folders / "b", *WORDS, cwd=tmp_path)
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert f"{folders}/a: addition, 4 prompts" in run.stdout and f"{folders}/b: addition, 4 prompts" in run.stdout
     assert run.stdout.splitlines()[-1] == "no difference to see: sampled right, p = 1"

@@ -1,7 +1,5 @@
 """Several processes take the steps of one: the same samples, gradients and weights, whoever has which share of the work."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 import grpo
 from batch import Cut
-from helpers import HOME
+from helpers.commands import python
 from helpers.models import DEVICE, make_model
 from helpers.rollouts import some_rollouts
 from helpers.runs import assert_same_weights, told
@@ -37,7 +35,7 @@ def found(tmp_path_factory):
     compared = dict.fromkeys(sum(KINDS.values(), []))
     jobs = [f"none1:{','.join(compared)},resume1", "ddp2:resume2", "fsdp2:resume3", "none1:resume4"]
     jobs += [f"{kind}:{','.join(names)}" for kind, names in KINDS.items()]
-    done = subprocess.run([sys.executable, HOME / "tests/processes.py", folder, *jobs], capture_output=True, text=True)
+    done = python("tests/processes.py", folder, *jobs)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

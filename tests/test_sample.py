@@ -10,10 +10,10 @@ import torch
 
 import sample
 from helpers.models import DEVICE, make_flat_model, make_model
-from helpers.rollouts import rows_of
+from helpers.rollouts import assert_naive, rows_of
 from model import autocast
 from runs import loading
-from sample import generate_naive, sample_groups
+from sample import sample_groups
 from settings import GRPOSettings, SampleSettings, SFTSettings
 from snug.decoding import decode_batch as batch
 from snug.memory.meter import MemoryMeter
@@ -42,12 +42,10 @@ def look_at_every_step(monkeypatch, every=1, leave=1 / 4):
 )
 def test_equals_the_naive_generator(shape, own):
     model, options = make_flat_model(shape), dict(stop_token=STOP, seed=4) | own
-    rollouts, ends = sample_groups(model, PROMPTS, 6, 12, **options), set()
-    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 6], 12, row=i, **options)
-        assert ids == naive_ids and logprobs == pytest.approx(naive_logprobs, abs=1e-5)
-        assert rollouts.completions()[i] == ids
-        ends.add(ids[-1])
+    rollouts = sample_groups(model, PROMPTS, 6, 12, **options)
+    assert_naive(rollouts, model, PROMPTS, 12, **options)
+    assert rollouts.completions() == [ids for ids, _ in rows_of(rollouts)]
+    ends = {ids[-1] for ids in rollouts.completions()}
     assert len(set(rollouts.completion_lengths.tolist())) > 3 or "temperature" in own  # ragged completions were tested
     assert {STOP, 9} <= ends or "temperature" in own
 
@@ -78,12 +76,10 @@ def test_padded_ids_are_never_sampled(shape, temperature):
             if len(weight) == 24:
                 weight[16:] = 50.0
     options = dict(temperature=temperature, stop_token=STOP, seed=11)
-    ours, theirs = (rows_of(sample_groups(m, PROMPTS, 5, 12, **options)) for m in (padded, model))
-    for i, ((ids, logprobs), (expected_ids, expected)) in enumerate(zip(ours, theirs, strict=True)):
-        assert ids == expected_ids
-        assert logprobs == pytest.approx(expected, abs=1e-5)
-        naive = generate_naive(padded, PROMPTS[i // 5], 12, row=i, **options)
-        assert (ids, pytest.approx(naive[1], abs=1e-5)) == (naive[0], logprobs)
+    ours, theirs = (sample_groups(m, PROMPTS, 5, 12, **options) for m in (padded, model))
+    for (ids, logprobs), (expected_ids, expected) in zip(rows_of(ours), rows_of(theirs), strict=True):
+        assert ids == expected_ids and logprobs == pytest.approx(expected, abs=1e-5)
+    assert_naive(ours, padded, PROMPTS, 12, **options)
     assert padded.logits(torch.ones(32, device=DEVICE))[16:].isneginf().all()
 
 
@@ -100,9 +96,8 @@ def test_a_stop_string_that_spans_tokens(every, max_batch, monkeypatch):
     options = dict(stop_token=STOP, seed=4, is_over=is_over)
     rollouts = sample_groups(model, PROMPTS, 8, 14, max_batch=max_batch, **options)
     kinds = set()
-    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
-        naive_ids, naive_logprobs = generate_naive(model, PROMPTS[i // 8], 14, row=i, **options)
-        assert ids == naive_ids and logprobs == pytest.approx(naive_logprobs, abs=1e-5)
+    assert_naive(rollouts, model, PROMPTS, 14, **options)
+    for i, (ids, _) in enumerate(rows_of(rollouts)):
         by_text = is_over(ids)
         assert bool(rollouts.stopped[i]) == (by_text or ids[-1] == STOP)
         assert rollouts.completions()[i] == ids

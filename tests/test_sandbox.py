@@ -16,6 +16,7 @@ import pytest
 from attacks import ALWAYS, ATTACKS, ELSEWHERE, MISSED, secrets
 from helpers import HOME
 from helpers.boxes import ENDS, LATE, LINUX, OTHERS, WRITES, processes, wait_for
+from helpers.commands import python
 from snug import sandbox
 from snug.sandbox import LAYERS, Result, Sandbox, SandboxError, linux
 
@@ -255,7 +256,7 @@ print(python("print(1)"), end="")
 @pytest.mark.skipif(bool({"landlock", "seccomp"} & set(MISSING)), reason="this machine has not all layers")
 def test_each_layer_that_is_missing_is_named_once():
     """On a kernel that has neither Landlock nor filters, as seen from behind a filter."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=HOME, capture_output=True, text=True)
+    done = python("-c", PROGRAM)
     layers = ", ".join(["user"] * ("user" in MISSING) + ["landlock", "seccomp"])
     note = f"note: the sandbox runs without {layers}: see snug/sandbox/__init__.py"
     assert done.stderr == f"{note}\nloaded\n"

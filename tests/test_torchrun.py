@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from helpers import HOME
+from helpers.commands import python
 from helpers.models import DEVICE
 from helpers.runs import assert_same_weights
 from runs.checkpoint import newest
@@ -78,6 +79,5 @@ def test_processes_and_the_option_have_to_fit(tmp_path):
         code != 0
         and "error: parallel='none' and 2 processes of torchrun do not fit; start several with torchrun" in err
     )
-    command = [sys.executable, HOME / "grpo.py", "--parallel=ddp", "--device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = python(HOME / "grpo.py", "--parallel=ddp", "--device=cpu", cwd=tmp_path)
     assert done.returncode == 2 and "start several with torchrun" in done.stderr and done.stderr.count("\n") == 1

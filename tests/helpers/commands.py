@@ -1,13 +1,22 @@
-"""The commands that texts have, and configs that run in a second."""
+"""Commands in a process of their own, those that texts have, and configs that run in a second."""
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 from helpers import HOME
 from snug.options import read_config
 
 CONFIGS = sorted(HOME.glob("config/*.py"))
+
+
+def python(*words, cwd=HOME, **environment):
+    """Run Python with these words -> the process that ended, with its output. environment: what differs from ours."""
+    command, its = [sys.executable, *words], os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=its, capture_output=True, text=True)
 
 
 def commands_in(text):

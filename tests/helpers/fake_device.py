@@ -1,8 +1,6 @@
 """A second device whose tensors are fake: what runs on it, and what it notes."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 import traceback
@@ -21,6 +19,7 @@ import grpo
 import train_sft
 from batch import Sequences
 from helpers import HOME
+from helpers.commands import python
 from model import make_model
 from runs.loading import configure, load_reference, load_teacher
 from runs.log import NoLog
@@ -243,10 +242,8 @@ def run_apart(file, request, cases):
 
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch cannot register a device from Python")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{HOME}"}
     asked = [item for item in request.session.items if item.path == Path(file) and not item.get_closest_marker("skip")]
     names = [name for name in cases if any(item.name.endswith(f"[{name}]") for item in asked)]
-    command = [sys.executable, file, *names]
-    result = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
+    result = python(file, *names, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(HOME))
     assert result.returncode == 0, result.stderr
     return dict(map(json.loads, result.stdout.splitlines()))

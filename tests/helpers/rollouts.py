@@ -9,7 +9,7 @@ import grpo
 import train_sft
 from helpers.models import DEVICE
 from loss import group_advantages
-from sample import Rollouts, sample_groups
+from sample import Rollouts, generate_naive, sample_groups
 from settings import SFTSettings
 from snug.device.kinds import MULTIPLE
 
@@ -18,6 +18,15 @@ def rows_of(rollouts):
     """-> N pairs (ids, log-probs) of the completions, the stop token included."""
     columns = rollouts.tokens, rollouts.sampling_logprobs, rollouts.prompt_lengths, rollouts.completion_lengths
     return [(row[p : p + c].tolist(), values[:c].tolist()) for row, values, p, c in zip(*columns, strict=True)]
+
+
+def assert_naive(rollouts, model, prompts, longest, **options):
+    """Ids and log-probs are those of `generate_naive`, which reads everything again."""
+    k = len(rollouts.tokens) // len(prompts)
+    for i, (ids, logprobs) in enumerate(rows_of(rollouts)):
+        expected, values = generate_naive(model, prompts[i // k], longest, row=i, **options)
+        assert ids == expected, i  # None: written by `respond`
+        assert logprobs == pytest.approx([value or 0.0 for value in values], abs=1e-5)
 
 
 STOP = 3

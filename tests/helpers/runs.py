@@ -2,11 +2,8 @@
 
 import itertools
 import json
-import os
 import random
 import resource
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +17,7 @@ from safetensors.torch import load_file
 import grpo
 from data.task import Task
 from helpers import HOME
+from helpers.commands import python
 from helpers.models import DEVICE, make_flat_model, make_model
 from runs import checkpoint
 from runs.checkpoint import Checkpoint, class_of_runs, newest
@@ -116,10 +114,7 @@ except SystemExit as end:
 
 def command(*words, cwd=HOME):
     """Run a script in a process of its own -> (exit code, stdout, stderr); stdout ends with whether torch was imported."""
-    environment = os.environ | {"PYTHONPATH": str(HOME)}
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    result = python("-c", PROBE, *map(str, words), cwd=cwd, PYTHONPATH=str(HOME))
     return result.returncode, result.stdout, result.stderr
 
 
