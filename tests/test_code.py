@@ -17,9 +17,9 @@ from data import make_task
 from examples import code, programs
 from examples.code import names_in
 from examples.programs import POOL, from_plain, judge, to_plain
+from helpers.errors import assert_refused
 from helpers.tasks import BODY, HEAD, HUMAN_EVAL, MBPP, written
 from settings import GRPOSettings, SFTSettings
-from snug.options import SnugError
 from snug.sandbox import of_thread
 
 OWN = dict(prompt=HEAD, tests=["assert f(1) == 2", "assert f(half(4)) == 3"], canonical_solution=BODY)
@@ -158,9 +158,7 @@ def test_what_tests_call_is_what_nobody_defines():
     ],
 )
 def test_rows_that_are_refused(tmp_path, row, problem):
-    with pytest.raises(SnugError, match=problem) as error:
-        task_of(written(tmp_path, [OWN, row]))
-    assert str(error.value).startswith(f"{tmp_path}/data.jsonl:2: ") and "\n" not in str(error.value)
+    assert_refused(f"^{tmp_path}/data.jsonl:2: .*{problem}", task_of, written(tmp_path, [OWN, row]))
 
 
 def test_a_comment_is_no_test_and_a_definition_before_an_assert_is_one(tmp_path):
@@ -195,8 +193,7 @@ def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(code, "of_thread", lambda *_: SimpleNamespace(start=lambda: None, missing=missing))
     assert task_of(path)
     missing[0] = "seccomp"
-    with pytest.raises(SnugError, match="--unconfined"):
-        task_of(path)
+    assert_refused("--unconfined", task_of, path)
     assert task_of(path, unconfined=True)
     assert make_task(SFTSettings(task="examples.code:Code", data_file=path, eval_prompts=0), True)
 

@@ -5,7 +5,6 @@ Then tools and environments in conversations whose turns are given: messages, id
 
 import asyncio
 import json
-import re
 import threading
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ import torch
 import grpo
 from data.episodes import CUT, LONGEST_TOKEN, Episodes, as_text, make_toolbox
 from helpers.episodes import CHATS, call, hermes, sampled, says, tool_of
+from helpers.errors import assert_refused
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import rows_of
 from helpers.tasks import written
@@ -27,7 +27,6 @@ from sample import generate_naive, sample_groups
 from settings import GRPOSettings
 from snug import lora
 from snug.decoding import decode_batch
-from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -370,8 +369,7 @@ def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path)
     config = dict(chat_template=MISTRAL, eos_token="<|im_end|>")
     folder = folder_of(tmp_path / "mistral", qwen_like(), tokenizer_config=config)
     wanted = r"^tools: the chat template ends a call as in 'OL_CALLS. .*arguments.*.</s>', which is not read here; leave out --"
-    with pytest.raises(SnugError, match=wanted):
-        prepared_for(tmp_path, folder, {}, tools=["calc"])
+    assert_refused(wanted, prepared_for, tmp_path, folder, {}, tools=["calc"])
     prepared_for(tmp_path, folder, {})
     talks = made_of(lambda self, **columns: None, reply=lambda self, text: "And?")
     for options in (dict(prompt="2+2=", tools=["calc"]), dict(environment="E")):  # which has no tools to call
@@ -539,9 +537,7 @@ WRONG = [  # methods, the message
 @pytest.mark.parametrize("methods, message", WRONG)
 def test_an_environment_that_fails_is_one_line(methods, message, chats):
     kind = type("Made", (), methods)
-    with pytest.raises(SnugError) as error:
-        episodes_of(chats["hermes"], kind, [dict(prompt="a")], 4, tool_timeout=0.05)
-    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
+    assert_refused(message, episodes_of, chats["hermes"], kind, [dict(prompt="a")], 4, tool_timeout=0.05)
 
 
 @pytest.mark.parametrize("form", ["hermes", "inline", "text"])

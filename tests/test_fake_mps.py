@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import evaluate
 from helpers import fake_device as fake
-from helpers.errors import refusal
+from helpers.errors import assert_refused
 from runs.prepare import prepare
 from sample import assemble
 from settings import GRPOSettings, SFTSettings
@@ -122,8 +122,7 @@ def test_what_runs_on_mps_asks_for_nothing_that_it_lacks(name, told):
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_offload_is_refused_in_one_line(name):
-    with refusal("^device=mps does not support .*=.*; use --"):
-        GRPOSettings(device="mps", **fake.LADDER[name]).check()
+    assert_refused("^device=mps does not support .*=.*; use --", GRPOSettings(device="mps", **fake.LADDER[name]).check)
 
 
 if __name__ == "__main__":

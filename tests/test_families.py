@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import grpo
 from batch import Cut
-from helpers.errors import refusal
+from helpers.errors import assert_refused, refusal
 from helpers.families import CASES, FAMILIES, NONE, SMALL, change_config, their_model, transformers
 from helpers.models import logits_of, make_flat_model
 from helpers.rollouts import assert_naive, assert_same_gradient, gradient, make_rollouts, never_stop
@@ -27,7 +27,6 @@ from settings import GRPOSettings
 from snug import lora
 from snug.kernels.rotary import rotary_frequencies, rotary_table
 from snug.memory.plan import MIB, plan
-from snug.options import SnugError
 from snug.pretrained.adapters import find_base, save_adapters
 from snug.pretrained.shapes import config_of, read_shape
 from snug.pretrained.tensors import entries, look_at_weights, read_weights, rows_of, save_pretrained
@@ -276,8 +275,7 @@ def test_longrope_ends_at_the_original_context(pair):
     assert c.block_size == c.rope_original_block_size == 128
     with pytest.raises(ValueError, match="129 tokens is longer than block_size=128"):
         GPT(c)(tokens_of(1, 129))
-    with pytest.raises(SnugError, match="block_size=129 is more than longrope's original 128"):
-        GPT.from_pretrained(pair[1], block_size=129)
+    assert_refused("block_size=129 is more than longrope's original 128", GPT.from_pretrained, pair[1], block_size=129)
 
 
 def test_deepseeks_yarn(tmp_path):

@@ -11,13 +11,13 @@ import pytest
 
 import grpo
 import train_sft
-from helpers.errors import refusal
+from helpers.errors import assert_refused, refusal
 from helpers.runs import disk, figures, tiny
 from runs import export, fork
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import ExportSettings, GRPOSettings
-from snug.options import SnugError, read_settings
+from snug.options import read_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATES = "same", "learning_rate=0.01"
@@ -117,17 +117,15 @@ def test_a_fork_goes_on_where_it_stopped(made, started, tmp_path, monkeypatch, c
     }.items(),
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(made, words, said, tmp_path):
-    with refusal(said.replace("?", r"\?")):
-        branches(made, *words.split(), f"--out_dir={tmp_path}/x")
+    assert_refused(said.replace("?", r"\?"), branches, made, *words.split(), f"--out_dir={tmp_path}/x")
     assert not (tmp_path / "x").exists()
 
 
 def test_branches_and_exports_on_a_full_disk_are_one_line(tmp_path, capsys, made):
     words = "--at=2", "--seeds=1", f"--out_dir={tmp_path}/x"
-    with pytest.raises(SnugError, match="x/same-seed3 cannot be written to .*File too large") as error, disk(0):
+    with refusal("x/same-seed3 cannot be written to .*File too large"), disk(0):
         branches(made, *words)
-    assert "\n" not in str(error.value)
-    with pytest.raises(SnugError, match="export: cannot be written .*File too large"), disk(0):
+    with refusal("export: cannot be written .*File too large"), disk(0):
         export.main(ExportSettings(to=str(tmp_path / "export")), str(made))
     assert not (tmp_path / "export").exists()
 

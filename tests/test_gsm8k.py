@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, last_number, number_after_marker
-from helpers.errors import refusal
+from helpers.errors import assert_refused
 from helpers.tasks import written
 from settings import GRPOSettings
 
@@ -189,8 +189,7 @@ def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
     one["question"] = "  " + one["question"].upper().replace(" ", " \n ")
     train, test = written(tmp_path, LINES), written(tmp_path, [one, other, made_up(1)], "test.jsonl")
     said = "test.jsonl has 2 prompts of data_file, such as 'natalia sold clips .*; remove them"
-    with refusal(said):
-        task_of(train, test_file=test)
+    assert_refused(said, task_of, train, test_file=test)
 
 
 BAD = [  # Lines of JSON. test_jsonl.py has lines that are not JSON.
@@ -206,5 +205,4 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path):
     for number, (line, message) in enumerate(BAD):
         place = (0, 7, 20)[number % 3]
         path.write_bytes(b"\n".join([*lines[:place], line, *lines[place:]]))
-        with refusal(f"{path}:{place + 1}: {message}"):
-            task_of(path)
+        assert_refused(f"{path}:{place + 1}: {message}", task_of, path)

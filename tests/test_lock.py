@@ -14,6 +14,7 @@ import pytest
 
 import grpo
 from helpers import HOME
+from helpers.errors import assert_refused, refusal
 from helpers.runs import PROMPTS, SMALL, disk
 from runs.checkpoint import newest
 from runs.loading import load_run
@@ -32,8 +33,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(tmp_path):
         while not any(folder.glob("checkpoint-*")):
             time.sleep(0.05)
         said = f"{folder} is in use by process {first.pid} on {socket.gethostname()}; choose another out_dir"
-        with pytest.raises(SnugError, match=said):
-            grpo.train(resume=str(folder))
+        assert_refused(said, grpo.train, resume=str(folder))
         assert load_run(folder).iteration and first.poll() is None
     finally:
         first.kill()
@@ -67,17 +67,15 @@ def test_a_disk_that_is_full_before_the_first_iteration_is_one_line(tmp_path, ca
     """Without room the lock fails, and with a little settings.json."""
     options = SMALL | dict(max_iters=1, eval_prompts=0, out_dir=str(tmp_path / "run"))
     for prompts, what in ((None, f"out_dir={tmp_path}/run cannot be written to"), (PROMPTS, "jsonl cannot be written")):
-        with pytest.raises(SnugError, match=what + " .OSError: .* File too large") as error, disk(room):
+        with refusal(what + " .OSError: .* File too large"), disk(room):
             grpo.train(prompts=prompts, **options)
-        assert "\n" not in str(error.value)
     assert grpo.train(**options).finished
 
 
 def test_an_earlier_run_that_cannot_be_moved_is_named(tmp_path, monkeypatch):
     """A folder that is a disk of its own has no other name."""
     monkeypatch.setattr(Path, "rename", lambda *paths: os.rmdir("/"))
-    with pytest.raises(SnugError, match=f"the earlier run in {tmp_path} cannot be moved aside; choose another out_dir"):
-        move_aside(tmp_path)
+    assert_refused(f"the earlier run in {tmp_path} cannot be moved aside; choose another out_dir", move_aside, tmp_path)
 
 
 def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, capsys):

@@ -90,11 +90,6 @@ def test_mask_is_what_attention_sees():
     torch.testing.assert_close(packed[:, 4:], model(tokens[:, 4:]))
 
 
-def test_too_long_is_refused():
-    with pytest.raises(ValueError, match="33 tokens is longer than block_size=32"):
-        make_model()(torch.zeros(1, 33, dtype=torch.long, device=DEVICE))
-
-
 def test_config_is_checked_and_filled_in():
     config = GPTConfig(vocab_size=10, n_head=4, n_embd=64, mlp="swiglu")
     sizes = config.n_vocab, config.n_kv_head, config.head_size, config.n_hidden

@@ -8,12 +8,12 @@ import evaluate
 import grpo
 import sample
 import train_sft
-from helpers.errors import refusal
+from helpers.errors import assert_refused, refusal
 from runs.checkpoint import class_of_runs, find_run, newest
 from runs.evaluation import prepare_evaluation
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
-from snug.options import SnugError, read_settings
+from snug.options import read_settings
 
 LETTERS = '''
 from dataclasses import dataclass
@@ -116,8 +116,7 @@ def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, c
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all(line[4] == "=" for line in lines)
     again = [f"--resume={run}", "--task=my_letters:Letters", "--length=5"]
-    with refusal("length was 4, is 5"):
-        prepare(*read_settings(GRPOSettings, again)[:2])
+    assert_refused("length was 4, is 5", prepare, *read_settings(GRPOSettings, again)[:2])
     with refusal("unknown option digits; it is an option of --task=addition"):
         prepare(*read_settings(GRPOSettings, [f"--resume={run}", "--digits=4"])[:2])
 
@@ -158,5 +157,4 @@ def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
     }.items(),
 )
 def test_what_is_no_task_is_refused(work, task, said):
-    with pytest.raises(SnugError, match=said):
-        read_settings(GRPOSettings, [f"--task={task}"])
+    assert_refused(said, read_settings, GRPOSettings, [f"--task={task}"])

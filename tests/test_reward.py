@@ -21,7 +21,7 @@ import torch
 import grpo
 from data import calls
 from data.rewards import TrainerState, call_all, repeat_columns, total_rewards
-from helpers.errors import PanicException
+from helpers.errors import PanicException, assert_refused
 from helpers.runs import tiny
 from runs.checkpoint import newest
 from runs.log import read_log
@@ -58,9 +58,7 @@ def test_a_wrong_reward_names_the_function_and_the_completion(wrong, message):
     def mine(prompts, completions, answer):
         return wrong
 
-    with pytest.raises(SnugError) as error:
-        call_all([mine], ARGUMENTS, 0.0)
-    assert re.search(r"^reward function mine .*" + message, str(error.value)) and "\n" not in str(error.value)
+    assert_refused(r"^reward function mine .*" + message, call_all, [mine], ARGUMENTS, 0.0)
 
 
 RETURNED = [(1, None, 0.5), np.array([1, 0, 0.5]), torch.tensor([1, 0, 0.5])]
@@ -168,9 +166,7 @@ def test_an_error_says_what_the_function_gets(said):
     def mine(completions, **columns):
         return [body(completion, columns) for completion in completions]
 
-    with pytest.raises(SnugError) as error:
-        total_rewards([mine], prompts, COMPLETIONS, COLUMNS | dict(level=[1, 2, 3]))
-    assert re.search(said, str(error.value)) and "\n" not in str(error.value)
+    assert_refused(said, total_rewards, [mine], prompts, COMPLETIONS, COLUMNS | dict(level=[1, 2, 3]))
 
 
 def test_a_module_and_a_tool_that_change_the_working_folder_do_not_move_the_run(tmp_path, monkeypatch):
