@@ -17,6 +17,7 @@ from runs.page.charts import LEARNING
 from runs.page.runs import PHASES, logged, logged_names, read_runs
 from runs.page.write import write_page
 from runs.verdict import verdict
+from snug.home import begun_as
 from snug.options import friendly_errors, plain
 
 LARGEST = ["mem_alloc_mb", "mem_reserved_mb", "mem_max_alloc_mb"]
@@ -70,7 +71,7 @@ def table(runs) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python report.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(begun_as(), description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", help="a run's folder, such as out/grpo_small")
     with friendly_errors():
         main(read_runs(parser.parse_args().folders))

@@ -8,7 +8,7 @@ task.py says what a task is. tools.py has the functions that a model calls. Noth
 Tests: tests/test_data.py.
 """
 
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -33,10 +33,10 @@ TASKS = {  # the module in this folder -> its class
 def find_task(name: str, run: str | Path = "") -> type[Task]:
     """A name of TASKS, or "module:Class". run: a run's folder; the module may be above it. Raises SnugError."""
     if name in TASKS:
-        return getattr(importlib.import_module(f"data.{name}"), TASKS[name])
+        return getattr(importlib.import_module(f"{__name__}.{name}"), TASKS[name])
     cls = imported(name, "task", "write module:Class, such as my_tasks:Letters", run=run)
     if not (inspect.isclass(cls) and issubclass(cls, Task)):
-        raise SnugError(f"task={name!r} is no task; derive the class from data.task.Task")
+        raise SnugError(f"task={name!r} is no task; derive the class from snug.Task")
     return cls
 
 
@@ -156,6 +156,9 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
     problem = f"{option}={spec!r}"
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
+    ours = f"{__name__.removesuffix('data')}{module_name}"
+    if module_name.startswith("examples.") and importlib.util.find_spec(ours):
+        module_name = ours
     file = find_path(f"{module_name.partition('.')[0]}.py", run)
     folder = str(file.resolve().parent) if file.exists() else os.getcwd()
     if folder not in sys.path:

@@ -36,7 +36,7 @@ import random
 from dataclasses import dataclass
 
 from data.answers import MAX_COMPLETION
-from data.task import Task
+from snug import Task
 from snug.options import SnugError, option
 from snug.sandbox import Sandbox
 

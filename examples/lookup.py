@@ -11,7 +11,7 @@ The tool writes <result>7310</result>. Without it the model can only guess. A ru
 import hashlib
 import random
 
-from data.task import Task
+from snug import Task
 
 
 def get(key: str) -> str:

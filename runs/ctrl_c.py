@@ -18,5 +18,6 @@ def end(kind, error, trace):
     sys.exit(130)
 
 
-if sys.argv[0] == "-m" or os.path.dirname(os.path.realpath(sys.argv[0])) == HOME:  # no user's script
+PLACES = HOME, os.path.join(HOME, "runs")
+if sys.argv[0] == "-m" or os.path.dirname(os.path.realpath(sys.argv[0])) in PLACES:  # no user's script
     sys.excepthook = end

@@ -23,6 +23,7 @@ from runs.checkpoint import checkpoints, iteration_of
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings, LogOptions
+from snug.home import HOME, begun_in_the_clone, command
 from snug.options import (
     SnugError,
     fields,
@@ -34,8 +35,8 @@ from snug.options import (
 )
 from snug.options.progress import say
 
+SCRIPT = [HOME / "grpo.py"] if begun_in_the_clone() else ["-m", "snug", "grpo"]
 OF_BOTH = {"max_iters", "seed", "device", "out_dir", *fields(LogOptions)}
-SCRIPT = Path(__file__).parents[1] / "grpo.py"
 
 
 @dataclass
@@ -71,7 +72,7 @@ def main(settings, given, folder: str):
             branch = Path(place, f"{name}-seed{seed}")
             train(starts[at], branch, [*options, f"seed={seed}", f"resume={branch}"], run.max_iters)
     patterns = [f"{shlex.quote(f'{place}/{name}')}-*" for name in arms]
-    say(f"next: python report.py {' '.join(patterns)}")
+    say(f"next: {command('report')} {' '.join(patterns)}")
 
 
 def train(start, branch, options: list[str], end: int):
@@ -80,7 +81,8 @@ def train(start, branch, options: list[str], end: int):
     if not (branch / "log.jsonl").exists():
         with in_one_line(f"{branch} cannot be written to"):
             shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
-            shutil.copy(start.parent / "log.jsonl", branch)
+            for name in ("log.jsonl", "settings.json"):
+                shutil.copy(start.parent / name, branch)
     before, there = [
         [record for record in read_log(folder) if record["iter"] < iteration_of(start)]
         for folder in (start.parent, branch)
@@ -91,7 +93,7 @@ def train(start, branch, options: list[str], end: int):
         return
     say(f"branch {branch}")
     signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets it too; it saves and ends
-    code = subprocess.call([sys.executable, SCRIPT, *(f"--{option}" for option in options)])
+    code = subprocess.call([sys.executable, *SCRIPT, *(f"--{option}" for option in options)])
     if code or not is_done(branch, end):
         say("stopped; the same command goes on")
         sys.exit(code)

@@ -1,6 +1,6 @@
 """A run's folder: what happened, for people and for programs.
 
-    settings.json   every option as it was resolved, and the number of parameters
+    settings.json   every option as it was resolved, the number of parameters, where the run was started
     log.jsonl       one JSON object an iteration; NaN and infinity are null
     samples.jsonl   a group of completions of each iteration: rewards, advantages, and figures of each token
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 
-from snug.options import SnugError, described, in_one_line, plain, told
+from snug.options import SnugError, described, in_one_line, plain, started_in, told
 from snug.options.progress import say
 
 # What the console shows of a record.
@@ -89,7 +89,8 @@ class RunLog:
                 self.files[name] = open(
                     folder / name, "a", buffering=1, encoding="utf-8", errors="replace"
                 )
-            options = vars(settings) | facts
+            place = [*(started_in(folder) if start else ()), os.getcwd()][0]
+            options = vars(settings) | facts | dict(started_in=str(place))
             write_whole(folder / "settings.json", json.dumps(options, indent=2) + "\n")
         self.services = {name: SERVICES[name](settings, start) for name in settings.report_to}
         self.call_services("send", None)

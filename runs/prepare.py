@@ -34,6 +34,7 @@ from settings import (
     SFTSettings,
     load_loss,
 )
+from snug.home import command
 from snug.options import (
     SnugError,
     fields,
@@ -265,7 +266,7 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
     if begin and settings.base_dtype and begin.lora_rank:
         raise SnugError(
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
-            "its base weights, or a folder that python -m runs.export made"
+            f"its base weights, or a folder that {command('export')} made"
         )
     return origin, warm_start
 

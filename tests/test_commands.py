@@ -56,9 +56,10 @@ def test_what_configs_name_is_found_from_any_folder(tmp_path, monkeypatch):
     assert find_path("no/such/file") == Path("no/such/file") and find_path(HOME / "data") == HOME / "data"
 
 
-def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(tmp_path, monkeypatch, capsys):
-    """Also if its place has another name now: resumed, evaluated, and branched."""
-    work, moved = tmp_path / "work", tmp_path / "moved"
+@pytest.mark.parametrize("out_dir, moves", [("out/mine", True), ("../far/mine", False)])
+def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(out_dir, moves, tmp_path, monkeypatch, capsys):
+    """Also if its place has another name now, or is far from these files: resumed, evaluated, and branched."""
+    work, moved = tmp_path / "work", tmp_path / ("moved" if moves else "work")
     for folder in (work, tmp_path / "elsewhere"):
         folder.mkdir()
     monkeypatch.chdir(work)
@@ -69,10 +70,10 @@ def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(tmp_path, monkey
     save_pretrained(make_model("gpt2", vocab_size=257), "my/base", get_tokenizer("bytes"))
     options = dict(batch_size=2, group_size=2, max_new_tokens=4, eval_prompts=2, device="cpu", init_from="my/base")
     files = dict(data_file="mine.jsonl", reward_funcs=["far_rewards:short"])
-    grpo.train(task="jsonl", beta=0.1, max_iters=1, out_dir="out/mine", **files, **options)
+    grpo.train(task="jsonl", beta=0.1, max_iters=1, out_dir=out_dir, **files, **options)
     work.rename(moved)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    run = f"{moved}/out/mine"
+    run = f"{moved}/{out_dir}"
 
     def forget():
         sys.modules.pop("far_rewards")
@@ -81,8 +82,8 @@ def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(tmp_path, monkey
     forget()
     assert grpo.train(resume=run, max_iters=2).finished
     forget()
-    prepared, file = prepare_evaluation(EvaluateSettings(), set(), f"{moved}/out/mine")
-    assert len(prepared.task.rows["test"]) == 8 and file.is_relative_to(run)
+    prepared, file = prepare_evaluation(EvaluateSettings(), set(), run)
+    assert len(prepared.task.rows["test"]) == 8 and file.resolve().is_relative_to(Path(run).resolve())
     forget()
     begin = make_model("gpt2", vocab_size=257)
     save_pretrained(begin, "other", get_tokenizer("bytes"))

@@ -135,7 +135,7 @@ def test_ctrl_c_lets_the_branch_save_first(made, tmp_path, monkeypatch, capsys):
     (tmp_path / "script.py").write_text(
         "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(0.3)\nprint('saved', flush=True)\n"
     )
-    monkeypatch.setattr(fork, "SCRIPT", tmp_path / "script.py")
+    monkeypatch.setattr(fork, "SCRIPT", [tmp_path / "script.py"])
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:
         branches(made, "--at=2", f"--out_dir={tmp_path}/x")

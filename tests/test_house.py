@@ -22,6 +22,7 @@ FLOORS = [row.replace("/", ".") for row in ROWS]
 FSTRING_START, FSTRING_END = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
 NO_CODE = {NEWLINE, INDENT, DEDENT, ENCODING, ENDMARKER}
 FILE_LINES = {"settings.py": 650}  # all others 450
+FACES = {"snug", "snug.__main__"}
 STUDENT = "data/addition.py model.py sample.py batch.py loss.py grpo.py train_sft.py".split()
 
 
@@ -59,13 +60,13 @@ def floor_of(module):
 
 
 def test_every_module_is_on_the_map():
-    floors = {floor_of(name) for name in source_files() if name != "snug"}
+    floors = {floor_of(name) for name in source_files() if name not in FACES}
     assert floors == set(range(len(FLOORS)))
 
 
 def test_imports_go_down():
     modules, upward = source_files(), []
-    for name, path in modules.items():
+    for name, path in ((name, modules[name]) for name in {*modules} - FACES):
         upward += [
             f"{name} -> {other}" for other in imports_of(name, path, modules) if floor_of(other) > floor_of(name)
         ]

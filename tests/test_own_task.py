@@ -18,7 +18,7 @@ from snug.options import read_settings
 LETTERS = '''
 from dataclasses import dataclass
 
-from data.task import Task
+from snug import Task
 from snug.options import option
 
 
@@ -147,7 +147,7 @@ def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
     "task, said",
     {
         "my_letters": "'my_letters' is not one of addition, ",
-        "my_letters:NoTask": "task='my_letters:NoTask' is no task; derive the class from data.task.Task",
+        "my_letters:NoTask": "task='my_letters:NoTask' is no task; derive the class from snug.Task",
         "my_letters:dataclass": "is no task",
         "my_letters:Leters": "has no function Leters; did you mean Letters?",
         "no_such:Task": "no module no_such",

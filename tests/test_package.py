@@ -9,6 +9,8 @@ import pytest
 
 from helpers import HOME
 
+ROOMS = ["snug", "config", "data", "examples", "runs", "training"]
+
 # A foreign model and its data, around the README's example; beside it the same ten steps in plain torch.
 PROJECT = """
 import copy
@@ -58,11 +60,10 @@ print(snug.__file__)
 def installed(tmp_path_factory):
     """A folder with what `pip install .` installs."""
     source, folder = (tmp_path_factory.mktemp(name) for name in ("source", "site"))
-    shutil.copytree(HOME / "snug", source / "snug", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "model.py", "settings.py"):
-        shutil.copy(HOME / name, source)
-    (source / "data").mkdir()
-    shutil.copy(HOME / "data/__init__.py", source / "data")
+    for place in ROOMS:
+        shutil.copytree(HOME / place, source / place, ignore=shutil.ignore_patterns("__pycache__"))
+    for place in [*HOME.glob("*.py"), HOME / "pyproject.toml"]:
+        shutil.copy(place, source)
     pip = [sys.executable, "-m", "pip", "-q"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "wheel", *offline, "--wheel-dir", source, source], check=True)
@@ -71,12 +72,92 @@ def installed(tmp_path_factory):
     return folder
 
 
-def test_a_wheel_holds_the_package_snug_and_nothing_else(installed):
-    names = {path.name for path in installed.iterdir()}
-    assert names == {"snug", "snug-0.1.0.dist-info"}
-    ours = {path.relative_to(HOME / "snug") for path in (HOME / "snug").rglob("*.*")}
-    there = {path.relative_to(installed / "snug") for path in (installed / "snug").rglob("*.*")}
-    assert {path for path in ours if path.suffix != ".pyc"} == {path for path in there if path.suffix != ".pyc"}
+def files(folder):
+    paths = (path for path in folder.rglob("*.*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(folder)) for path in paths}
+
+
+def test_a_wheel_holds_the_files_of_the_clone(installed):
+    assert {path.name for path in installed.iterdir()} == {"snug", "bin", "snug-0.1.0.dist-info"}
+    ours = files(HOME / "snug") | {f"clone/{path.name}" for path in HOME.glob("*.py")}
+    for room in ROOMS[1:]:
+        ours |= {f"clone/{room}/{name}" for name in files(HOME / room) if not name.endswith(".ipynb")}
+    assert files(installed / "snug") == ours
+
+
+# Names of ours in a user's folder: his scripts and his reward functions see his.
+MINE = {
+    "data.py": "LONGEST = 3\n",
+    "model.py": "raise RuntimeError('the wrong model')\n",
+    "settings.py": "raise RuntimeError('the wrong settings')\n",
+    "my_tasks.py": """
+from dataclasses import dataclass
+import data
+from snug import Task
+from snug.options import option
+
+@dataclass
+class MirrorOptions:
+    letters: int = option(data.LONGEST, "letters of a word", minimum=1)
+
+class Mirror(Task):
+    options, columns = MirrorOptions, ("word",)
+    def propose(self, rng):
+        word = "".join(rng.choices("abc", k=self.settings.letters))
+        return {"prompt": f"{word}=", "word": word}
+    def is_right(self, completion, word):
+        return completion == word[::-1]
+    def longest_bytes(self):
+        return self.settings.letters + 1, self.settings.letters
+
+def distinct(completions, **columns):
+    import data
+    return [len(set(completion)) / data.LONGEST for completion in completions]
+""",
+    "script.py": """
+import sys
+import data
+from my_tasks import Mirror, distinct
+from snug import train
+run = train(task=Mirror, letters=2, reward_funcs=distinct, out_dir="out/script", init_from="out/mine", max_iters=1, SMALL)
+assert run.settings.task == "my_tasks:Mirror" and len(run.log) == 1 and data.LONGEST == 3
+assert "data" in sys.modules and "grpo" not in sys.modules and "snug.home.grpo" in sys.modules
+""",
+}
+SMALL = dict(
+    n_layer=1, n_head=1, n_embd=8, batch_size=2, group_size=2, max_new_tokens=4, eval_prompts=2, beta=0.0, device="cpu"
+)
+OPTIONS = [f"--{name}={value}" for name, value in SMALL.items()]
+GRPO = ["-m", "snug", "grpo"]
+LINES = {
+    "grpo": [*GRPO, "--task=my_tasks:Mirror", "--reward_funcs=my_tasks:distinct", "--max_iters=1", "--out_dir=out/mine", *OPTIONS],
+    "train": ["script.py"],
+    "resume": [*GRPO, "--resume=out/mine", "--max_iters=2"],
+    "shipped": [*GRPO, "grpo_lookup", "--tools=", "--init_from=", "--max_iters=1", "--reward_funcs=my_tasks:distinct", *OPTIONS],
+    "evaluate": ["-m", "snug", "evaluate", "out/mine", "--num_prompts=2"],
+    "export": ["-m", "snug", "export", "out/mine", "--to=export"],
+    "fork": ["-m", "snug", "fork", "out/mine", "--at=1", "--seeds=1", "--max_iters=2"],
+    "report": ["-m", "snug", "report", "out/mine"],
+}  # fmt: skip
+
+
+@pytest.mark.both
+def test_commands_and_train_in_a_users_repository(installed, tmp_path, request):
+    """Each command of the wheel, where files of the user have names of ours."""
+    for name, text in MINE.items():
+        (tmp_path / name).write_text(
+            text.replace("SMALL", ", ".join(f"{key}={value!r}" for key, value in SMALL.items()))
+        )
+    environment = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "PATH": ""}
+    for name in LINES if request.config.getoption("long") else ("grpo", "train"):
+        ran = subprocess.run(
+            [sys.executable, *LINES[name]], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, f"{name}: {ran.stdout}{ran.stderr}"
+        if name in ("grpo", "resume"):
+            assert ran.stdout.endswith("GRPO is done; next: snug report out/mine\n")
+    wrong = subprocess.run([sys.executable, "-m", "snug", "nope"], env=environment, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stdout[:22]) == (2, "usage: snug {grpo,sft,")
 
 
 def test_a_foreign_model_learns_with_the_parts_of_snug(installed, tmp_path):

@@ -30,6 +30,7 @@ from runs.notes import notes
 from runs.saver import Saver
 from snug.device.pick import pick_device, with_dtype
 from snug.device.processes import ONE_PROCESS
+from snug.home import command
 from snug.kernels import warn_without_kernels
 from snug.kernels.nf4 import weights_of
 from snug.lora import trained
@@ -120,7 +121,7 @@ def train(prepared, title, iterate, device, processes):
                 log.say(f"nothing to do: all {start} iterations are done; a larger --max_iters goes on")
             finished = iterations(iterate, training)
             if finished:
-                log.say(f"{title} is done; next: python report.py {settings.out_dir}")
+                log.say(f"{title} is done; next: {command('report')} {settings.out_dir}")
             return finished
 
 

@@ -29,8 +29,10 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from snug.home import HOME, begun_as
 
 OWN = "module:function"  # a choice that stands for any of them
 # What users of other projects may write -> the answer.
@@ -82,10 +84,18 @@ def first_line(error: Exception) -> str:
 
 def find_path(path: str | Path, run: str | Path = "") -> Path:
     """What is not in the current folder may be in the project's: configs name files relative to it. Or above the folder
-    of a run that was started elsewhere."""
-    above = Path(run).resolve().parents if run else ()
-    places = [Path(path), *(place / path for place in (Path(__file__).parents[2], *above))]
+    of a run that was started elsewhere, or where that was."""
+    above = (Path(run), *Path(run).resolve().parents) if run else ()
+    above += tuple(place for folder in above for place in started_in(folder))
+    places = [Path(path), *(place / path for place in (HOME, *above))]
     return next(filter(os.path.exists, places), places[0])
+
+
+def started_in(run: str | Path) -> list[Path]:
+    """The folder in which a run was started, if the run's folder says it."""
+    with suppress(OSError, ValueError, LookupError):
+        return [Path(json.loads(Path(run, "settings.json").read_text())["started_in"])]
+    return []
 
 
 def option(default, meaning: str, choices: tuple[str, ...] = (), minimum=0, maximum=math.inf):
@@ -190,10 +200,14 @@ def merge_options(cls, run, settings, given: set[str], **changes):
 
 def read_config(path: str) -> dict:
     """A file of `name = literal` lines -> {name: (file and line, value)}. Raises SnugError."""
+    file, shipped = find_path(path), HOME / f"config/{path}.py"
     try:
-        tree = ast.parse(find_path(path).read_bytes())
+        tree = ast.parse((shipped if shipped.exists() else file).read_bytes())
     except OSError as error:
-        configs = map(str, Path("config").glob("*.py"))
+        configs = [
+            *map(str, Path("config").glob("*.py")),
+            *(each.stem for each in shipped.parent.glob("*.py")),
+        ]
         raise SnugError(f"config {path}: {error.strerror}{did_you_mean(path, configs)}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SnugError(f"config {path}: {error}") from None
@@ -302,7 +316,7 @@ def help_of(cls, positional: str, everything: bool) -> str:
         usual = [*cls.usual.split(), *fields(cls.own_options)]
     hidden = len(fields(cls)) - len(usual)
     parser = argparse.ArgumentParser(
-        usage=f"python {sys.argv[0]} [{positional}] [--name=value ...]",
+        usage=f"{begun_as()} [{positional}] [--name=value ...]",
         description=cls.__doc__,
         epilog=f"{hidden} more options: --help=all" if hidden else None,
         add_help=False,
