@@ -99,7 +99,7 @@ def train(start, branch, options: list[str], end: int):
         sys.exit(code)
 
 
-def is_done(branch, end: int) -> bool:
+def is_done(branch, end: int):
     return iteration_of(checkpoints(branch)[-1]) >= end
 
 

@@ -46,7 +46,7 @@ def locked(folder):
         yield
 
 
-def move_aside(folder) -> Path:
+def move_aside(folder):
     """Rename the folder, with the earlier run in it, and make a new one of its name -> the earlier run's folder.
 
     The new name is the first of <name>.1, <name>.2, ... that is free. Raises SnugError.

@@ -84,7 +84,7 @@ class Saver:
         if self.processes.first(last or is_due and is_safe):
             self.save(done, progress, last)
 
-    def save(self, done, progress, last: bool = False):
+    def save(self, done, progress, last=False):
         """Save the state after `done` iterations. If that fails, warn; last: raise SnugError."""
         if not self.processes.first(self.saved == done):
             self.write(done, progress, last)

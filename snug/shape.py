@@ -95,7 +95,7 @@ class GPTConfig:
         """How many numbers of a head turn."""
         return int(self.head_size * self.rotary_fraction)
 
-    def slides(self, layer: int) -> bool:
+    def slides(self, layer: int):
         return self.sliding_window > 0 and not is_every(layer, self.full_every)
 
     @cached_property
@@ -103,13 +103,13 @@ class GPTConfig:
         """How many tokens a token sees in each layer, itself included; 0: all before it."""
         return [self.sliding_window * self.slides(layer) for layer in range(self.n_layer)]
 
-    def rope(self, layer: int) -> str:
+    def rope(self, layer: int):
         """-> "" if the layer has no rotary positions, else "rotary", or "sliding" if its base is rope_sliding_theta."""
         if self.position != "rotary" or is_every(layer, self.nope_every):
             return ""
         return "sliding" if self.slides(layer) and self.rope_sliding_theta else "rotary"
 
 
-def is_every(layer: int, n: int) -> bool:
+def is_every(layer: int, n: int):
     """Is it an n-th layer? With n = 4: layers 3, 7, 11 ... With 0 none is."""
     return n > 0 and (layer + 1) % n == 0

@@ -283,7 +283,7 @@ MUTANTS = [
     ("sampler: only the first of several stop tokens", "snug/decoding/decode_batch.py", "for stop in self.stop_tokens:", "for stop in self.stop_tokens[:1]:", "test_sample.py"),
     ("the same t for slots that started later", "snug/decoding/decode_batch.py", "bool((started == self.first_start).all())", "True", "test_sample.py"),
     ("rehearsed with one prompt slot", "snug/decoding/decode_batch.py", "n - (prompt_slots > 1)), 1)", "n), 1)", "test_sample.py"),
-    ("gpu: uniforms are made on the host", "snug/decoding/decode_batch.py", "self.u = torch.zeros(shape, device=self.device)", "self.u = torch.zeros(shape)", "test_fake_cuda.py"),
+    ("gpu: uniforms are made on the host", "snug/decoding/decode_batch.py", "self.u = zeros(shape)", "self.u = torch.zeros(shape)", "test_fake_cuda.py"),
     ("gpu: a step waits for the device", "snug/decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_fake_cuda.py"),
     ("a new sequence goes on at the old one's length", "snug/decoding/decode_batch.py", "self.t[slots] = 0", "pass", "test_sample.py"),
     ("slots that move lose their last column", "snug/decoding/decode_batch.py", "self.started[self.held].min())", "self.started[self.held].min() - 1)", "test_sample.py"),

@@ -220,7 +220,7 @@ def texts_of(ids, decode) -> list[str]:
     return texts
 
 
-def groups_of(records, settings) -> tuple[int, int]:
+def groups_of(records, settings):
     """Lines of the log -> (how many groups have different rewards, how many were sampled); 0 of 0 without rewards."""
     varied, groups = 0, 0
     for record in records:

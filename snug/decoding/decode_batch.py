@@ -22,6 +22,7 @@ Test: pytest tests/test_sample.py
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -89,21 +90,19 @@ class DecodeBatch:
         self.N = len(prompts) * k
         slots = min(max_batch or self.N, self.N)
         self.device = model.device
-        shape = self.N + 1, max_new_tokens
-        self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
-        self.logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self.u = torch.zeros(shape, device=self.device)
+        shape, zeros = (self.N + 1, max_new_tokens), partial(torch.zeros, device=self.device)
+        self.tokens = zeros(shape, dtype=torch.long)
+        self.logprobs = zeros(shape, dtype=torch.float32)
+        self.u = zeros(shape)
         self.kind = kind_of(self.u).replace("mps", "cuda")  # a GPU, too
-        self.written = torch.zeros(shape, dtype=torch.bool, device=self.device) if ask else None
+        self.written = zeros(shape, dtype=torch.bool) if ask else None
         self.turns = Turns(max_new_tokens, self.stop_tokens, is_over, ask) if is_over or ask else None
         # A prompt stays until its last sequence is over; by then other groups have started.
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width, dtype = max(map(len, prompts)), model.compute_dtype
         sizes = prompt_slots, width, slots, max_new_tokens
         self.cache = KVCache(model.config, *sizes, dtype, self.device, k)
-        self.prompt_hidden = torch.zeros(
-            prompt_slots, model.config.n_embd, dtype=dtype, device=self.device
-        )
+        self.prompt_hidden = zeros(prompt_slots, model.config.n_embd, dtype=dtype)
         self.prompts_at_once = max(1, PREFILL_TOKENS[self.kind] // width)
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
@@ -111,7 +110,7 @@ class DecodeBatch:
         self.recorder = Recorder(self.device) if records else None
         # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
-        self.t = torch.zeros(slots, dtype=torch.long, device=self.device)
+        self.t = zeros(slots, dtype=torch.long)
         self.token = torch.zeros_like(self.t)
         self.prompt_length = torch.zeros_like(self.t)
         self.held = np.full(slots, self.N)
@@ -140,7 +139,7 @@ class DecodeBatch:
                 bar.update(before + done - bar.n)
             bar.update(before + self.N - bar.n)
 
-    def refill(self) -> int:
+    def refill(self):
         """Start waiting sequences in idle slots. If none waits, remove idle slots once they are many.
 
         -> how many slots are active"""
@@ -195,7 +194,7 @@ class DecodeBatch:
         """The slots of sequences whose last turn ended become idle."""
         self.held[np.isin(self.held, list(self.turns.ends))] = self.N
 
-    def read_replies(self) -> bool:
+    def read_replies(self):
         """Once enough sequences wait: let each go on behind its reply, or retire it. -> does one go on?"""
         waiting = len(self.turns.waiting) if self.turns else 0
         if not waiting or waiting < REPLY_AT[self.kind] * np.count_nonzero(self.held < self.N):

@@ -268,17 +268,16 @@ class KVCache:
         lines, block = -(-n // self.kernel["TILE"]), self.kernel["N"]
         prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, block)
         splits, chunk = attention.split_columns(T_c, n * G, block)
-        parts = torch.empty(
+        parts = q.new_empty(
             n,
             H,
             prompt_splits + splits,
             D,
             dtype=torch.float32,
-            device=q.device,
         )
         tops = parts.new_empty(parts.shape[:3])
         totals = parts.new_empty(parts.shape[:3])
-        y = torch.empty(n, H, 1, D, dtype=self.dtype, device=q.device)
+        y = q.new_empty(n, H, 1, D, dtype=self.dtype)
         cos, sin = rotary or (q, q)  # pointers that are not read
         prompt_programs = len(self.tiles) * prompt_splits
         launch(

@@ -75,7 +75,7 @@ def left_in_cgroups():
             yield limit - used + files
 
 
-def new_on_host(like: torch.Tensor, dtype=None, keep: bool = False, device=None) -> torch.Tensor:
+def new_on_host(like: torch.Tensor, dtype=None, keep=False, device=None) -> torch.Tensor:
     """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is pinned or `device`,
     default its own, is CUDA.
 
@@ -175,10 +175,7 @@ def arrive(following, device, block, _):
 @contextmanager
 def borrowed(model):
     """Put it around forwards of a model that `stream_from_host` keeps on the host. Does nothing for other models."""
-    outside = getattr(model, "streamed", None)
-    if outside is None:
-        yield
-        return
+    outside = getattr(model, "streamed", ())
     try:
         for module in outside:
             fetch(module, model.runs_on)

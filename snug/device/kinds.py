@@ -19,7 +19,7 @@ class PlanningMode(FakeTensorMode):
         self.kind, self.host = kind, host
 
 
-def is_planned(tensor) -> bool:
+def is_planned(tensor):
     """Has the tensor no data? Then kernels have nothing to do: their callers allocate all outputs."""
     return isinstance(tensor, FakeTensor)
 
@@ -30,7 +30,7 @@ def kind_of(tensor) -> str:
     return mode.kind if mode else tensor.device.type
 
 
-def kind_planned(device: str) -> str:
+def kind_planned(device: str):
     """The option `device` -> "cuda", "mps" or "cpu"."""
     if device != "auto":
         return device.partition(":")[0]
@@ -64,7 +64,7 @@ def upload(numbers, device, dtype=torch.long) -> torch.Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-def logits_budget(chunk_mb: float, kind, head_bytes: int = 0):
+def logits_budget(chunk_mb: float, kind, head_bytes=0):
     """The option logits_chunk_mb -> MiB for a chunk of logits and what is made of it; 0: the device's default.
 
     Each chunk reads the head of so many bytes, so the default is a quarter of them if that is more.

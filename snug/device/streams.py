@@ -34,7 +34,7 @@ class Done:
         pass
 
 
-def has_streams(device) -> bool:
+def has_streams(device):
     return device.type == "cuda"
 
 

@@ -45,7 +45,7 @@ if triton is not None:
         pass
 
 
-def uses_triton(tensor) -> bool:
+def uses_triton(tensor):
     """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64."""
     if triton is None or tensor.dtype == torch.float64:
         return False
@@ -79,7 +79,7 @@ def warn_without_kernels():
         )
 
 
-def has_tensor_cores(tensor) -> bool:
+def has_tensor_cores(tensor):
     """Has its device tensor cores for bfloat16? Ampere and later have; tests on a CPU compute as if it had.
 
     AMD's GPUs count as without: they too have 64 KiB of shared memory, and not every product with another result type.
@@ -89,7 +89,7 @@ def has_tensor_cores(tensor) -> bool:
     return not torch.version.hip and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
-def nothing_to_do(tensor) -> bool:
+def nothing_to_do(tensor):
     """Has the tensor no data, because it is empty or a planner's?"""
     return is_planned(tensor) or tensor.is_meta or not tensor.numel()
 

@@ -218,7 +218,7 @@ def blockwise(values, numbers, size):
 
 
 @torch.no_grad()
-def quantize(weight) -> Quantized:
+def quantize(weight):
     """weight (rows, columns) -> Quantized on its device. Raises ValueError."""
     values = weight.reshape(-1)
     if len(values) % BLOCK:
@@ -294,7 +294,7 @@ class NF4:
             yield start, end, self.parts[start]
 
     @component("dequantized weights")
-    def dequantized(self, dtype) -> torch.Tensor:
+    def dequantized(self, dtype):
         """-> a new tensor (rows, columns)"""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         for start, end, part in self.by_rows():
@@ -323,7 +323,7 @@ class NF4Linear(torch.autograd.Function):
         return linear(dy, ctx.weight.dequantized(dy.dtype).t()), None, None
 
 
-def takes_product(x, weight) -> bool:
+def takes_product(x, weight):
     """Is x W^T for `product`: without gradients, few rows, 16 bits? Without tensor cores its sums spill."""
     if not isinstance(weight, NF4) or torch.is_grad_enabled() or not uses_triton(x):
         return False
@@ -332,7 +332,7 @@ def takes_product(x, weight) -> bool:
 
 
 @component("activations")
-def product(x, weight, bias=None, residual=None, h=None, B=None, alpha=1.0) -> torch.Tensor:
+def product(x, weight, bias=None, residual=None, h=None, B=None, alpha=1.0):
     """x W^T + b + residual + alpha h B^T -> (..., rows), in the residual's type, or `dtype_of(x)`.
 
     x (..., columns), at most FEW rows; residual (..., rows); an adapter's h (..., rank) and B (rows, rank). Its twins

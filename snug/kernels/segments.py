@@ -175,7 +175,7 @@ def in_window(queries, keys, window):
     return (age >= 0) & (age < window)
 
 
-def attend(q, k, v, mask=None, window: int = 0):
+def attend(q, k, v, mask=None, window=0):
     """q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D). H / G query heads share a key head.
 
     mask: Segments (B = 1), or booleans, broadcast to (B, H, T, T). Default: causal. Right padding needs no mask: a

@@ -26,7 +26,7 @@ class Room(NamedTuple):
     device: float
     host: float = math.inf
 
-    def holds(self, planned) -> bool:
+    def holds(self, planned):
         return need(planned) <= self.device and planned.host <= self.host
 
 

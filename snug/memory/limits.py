@@ -25,7 +25,7 @@ MESSAGES = (
 )
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception):
     """Did the device or the host run out of memory?"""
     known = any(message in str(error) for message in MESSAGES)
     return known or isinstance(error, torch.OutOfMemoryError)

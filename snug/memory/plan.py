@@ -126,7 +126,7 @@ class Peak:
         return sum(self.components.values())
 
 
-def depths_of(depth: int, period: int) -> list[int]:
+def depths_of(depth: int, period: int):
     """-> the two depths from which a plan of another depth follows, or [depth] if that is not deeper. period: every
     such block is of another kind; 1: all are alike. In 26 blocks with a period of 6 there are 4 periods and 2 blocks:
     8 and 14. In 24 blocks that are alike: 2 and 3."""
@@ -225,21 +225,21 @@ def plan(dry_run, settings) -> Plan:
     for (phase, _), peak in device.items():
         if phase not in highest or peak.size > highest[phase].size:
             highest[phase] = peak
-    always = {"cuBLAS workspace": CUDA_EXTRA} if kind == "cuda" else {}
-    phases = {phase: always | peak.components for phase, peak in highest.items()}
+    if kind == "cuda":
+        for peak in highest.values():
+            peak.components["cuBLAS workspace"] = CUDA_EXTRA
     on_host = host["all"].components if host else {}
-    sizes = {phase: sum(components.values()) for phase, components in phases.items()}
-    binding = max(sizes, key=sizes.get)
+    binding = max(highest, key=lambda phase: highest[phase].size)
     biggest = [
         (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}")
         for s in highest[binding].largest.values()
     ]
     return Plan(
         kind=kind,
-        peak=sizes[binding],
+        peak=highest[binding].size,
         host=sum(on_host.values()),
         phase=binding,
-        phases={phase: (sizes[phase], components) for phase, components in phases.items()},
+        phases={phase: (peak.size, peak.components) for phase, peak in highest.items()},
         biggest=sorted(biggest, reverse=True)[:6],
         host_components=on_host,
     )

@@ -23,7 +23,7 @@ FILE = "adapter_model.safetensors"
 NOTHING = "bias use_dora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens"
 
 
-def find_base(folder, weights: bool = True):
+def find_base(folder, weights=True):
     """A folder of adapters -> (its base's folder, rank, their file, scale). Another folder: (itself, 0, None, 0.0).
 
     weights=False: a base on the hub is perhaps without its weights. Raises SnugError, also for variants of LoRA.

@@ -55,6 +55,6 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     return folder
 
 
-def hub_name(folder) -> str:
+def hub_name(folder):
     """The folder of a snapshot -> owner/name@commit. Any other path stays what it is."""
     return SNAPSHOT.sub(r"\1/\2@\3", str(folder))

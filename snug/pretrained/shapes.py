@@ -35,7 +35,7 @@ OPTIONAL = set().union(*(family["may_have"] for family in FAMILIES.values()))
 ORIGINAL = "original_max_position_embeddings"
 
 
-def is_pretrained(folder) -> bool:
+def is_pretrained(folder):
     """Is it a Hugging Face folder, of a model or of adapters? Folders of runs and checkpoints have neither config."""
     names = "config.json", "adapter_config.json"
     return bool(folder) and any((Path(folder) / name).is_file() for name in names)
@@ -76,7 +76,7 @@ def note(text):
     print(plain(text), file=sys.stderr)
 
 
-def shape_of(config, path: Path | str) -> tuple[dict, set]:
+def shape_of(config, path: Path | str):
     """-> (GPTConfig's keywords, the keys of config.json that nobody knows).
 
     What a family cannot have is read, too, and refused: another class would compute it, and this one not.
@@ -123,7 +123,7 @@ def flat(config, missing: dict) -> dict:
     return {name: value for name, value in (config | rope).items() if value is not None}
 
 
-def sizes(c: Fields, names) -> dict:
+def sizes(c: Fields, names):
     """-> {GPTConfig's name: value}. What GPTConfig derives from the rest may be missing."""
     result = {}
     for ours, theirs in names.items():
@@ -133,7 +133,7 @@ def sizes(c: Fields, names) -> dict:
     return result
 
 
-def period(c: Fields, name, interval: str, kinds: tuple, n_layer) -> int:
+def period(c: Fields, name, interval: str, kinds: tuple, n_layer):
     """-> n if every n-th layer is of the second kind and no other; 0 if none is; without a list, the interval. Raises
     SnugError for another pattern."""
     n, layers = c.get(interval, int, 0), c.get(name, list, [])
@@ -170,7 +170,7 @@ def rope_of(c: Fields, longest) -> dict:
     return result | sizes(c, ROPES[kind])
 
 
-def config_of(c: GPTConfig, dtype) -> dict:
+def config_of(c: GPTConfig, dtype):
     """GPTConfig -> the content of config.json of the first family that has this shape, without padding ids (n_vocab and
     above). Raises SnugError if none has it."""
     wanted, others = asdict(replace(c, vocab_size=c.n_vocab)), {}

@@ -144,13 +144,13 @@ def weight_files(folder) -> list[Path]:
         return sorted(folder / name for name in names)
 
 
-def opened(file, framework: str = "numpy") -> safe_open:
+def opened(file, framework="numpy") -> safe_open:
     """An open safetensors file; framework "pt": of torch tensors. Raises SnugError if it cannot be read."""
     with in_one_line(f"{file} cannot be read"):
         return safe_open(str(file), framework=framework)
 
 
-def look_at_weights(folder) -> dict:
+def look_at_weights(folder):
     """Each Entry that the config's shape needs -> (name, file) of its tensor. What `read_weights` takes.
 
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
@@ -187,7 +187,7 @@ def look_at_weights(folder) -> dict:
     return places
 
 
-def is_of_eyes(name) -> bool:
+def is_of_eyes(name):
     return name.removeprefix("model.").startswith(EYES)
 
 

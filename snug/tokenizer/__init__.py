@@ -114,7 +114,7 @@ class Tokenizer:
                 ids += self.encode(part, special=piece in self.special)
         return ids
 
-    def encode_reply(self, messages, stopped: bool) -> list[int]:
+    def encode_reply(self, messages, stopped: bool):
         """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
 
         messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so

@@ -102,7 +102,7 @@ class Chat:
         with suppress(SnugError, TypeError):
             return self.spellings.search(self.render([], TURN, opens=False))[0]
 
-    def render(self, messages, before=(), opens=True) -> str:
+    def render(self, messages, before=(), opens=True):
         """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
         special token.
 
