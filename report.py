@@ -26,14 +26,9 @@ MEDIAN = ["time_s", *[f"time_{phase}_s" for phase in PHASES], "tokens_per_second
 
 
 def main(runs):
-    """Print the table, then write the page. Raises SnugError."""
+    """Print the table, then write report.html into the first run's folder. Raises SnugError."""
     print(plain("\n".join(table(runs) + verdict(runs))), flush=True)
-    print(f"page: {make_page(runs)}")
-
-
-def make_page(runs):
-    """Write report.html into the first run's folder -> its path. Raises SnugError."""
-    return write_page(runs, cells_of(runs), verdict(runs))
+    print(f"page: {write_page(runs, cells_of(runs), verdict(runs))}")
 
 
 def cells_of(runs):

@@ -87,9 +87,7 @@ def newest(folder: str | Path, tensors: tuple = WEIGHTS):
     if folder.resolve().name.startswith(PREFIX):  # out/run/best is a link to one
         paths = [folder.resolve() if folder.is_symlink() else folder]
     if not paths:
-        raise SnugError(
-            f"{folder}: has no checkpoint; if it is a run, nothing was saved yet: start it again"
-        )
+        raise SnugError(f"{folder}: has no checkpoint; if it is a run, start it again")
     for path in reversed(paths):
         problem = damage(path, tensors)
         if not problem:
@@ -103,7 +101,7 @@ def refuse_missing(folder):
     """Raises SnugError if there is no such folder."""
     if not folder.is_dir():
         hint = did_you_mean(str(folder), map(str, folder.parent.glob("*/")))
-        advice = "; train it first, or name a model: a Hugging Face folder, or owner/name on the hub"
+        advice = "; train it first, or name a model's folder, or owner/name on the hub"
         raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
 
 

@@ -168,4 +168,4 @@ def best_of(paths, scores) -> Path | None:
 
 def newest_name(folder) -> str:
     paths = checkpoints(folder)
-    return str(paths[-1]) if paths else "the beginning, for nothing was saved yet"
+    return str(paths[-1]) if paths else "the beginning"

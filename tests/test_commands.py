@@ -111,9 +111,7 @@ def test_what_is_nearer_comes_first(tmp_path, monkeypatch):
         assert find_path("README.md", run).resolve() == (place if place.name == "here" else HOME) / "README.md"
 
 
-NO_MODEL = (
-    "there is no such run or model; train it first, or name a model: a Hugging Face folder, or owner/name on the hub"
-)
+NO_MODEL = "there is no such run or model; train it first, or name a model's folder, or owner/name on the hub"
 MISSING = {  # what is missing -> how the line ends
     "--init_from=out/grpo_small": f"out/grpo_small: {NO_MODEL}",
     "config/distill_small.py": f"out/grpo_small: {NO_MODEL}",  # its teacher

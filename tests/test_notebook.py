@@ -140,9 +140,7 @@ def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt, match=f"^--resume=auto goes on from {run.folder}/checkpoint-000002$"):
         grpo.train(reward_funcs=[pressing], **options)
     when = 0  # an earlier run's checkpoints are no reason to go on
-    with pytest.raises(
-        KeyboardInterrupt, match="^--resume=auto goes on from the beginning, for nothing was saved yet$"
-    ):
+    with pytest.raises(KeyboardInterrupt, match="^--resume=auto goes on from the beginning$"):
         grpo.train(reward_funcs=[pressing], **options)
     assert_refused("has no checkpoint; name a run.s folder", grpo.train, resume=run.folder)
     when = 1

@@ -136,7 +136,7 @@ def test_no_text_of_a_page_turns_its_order_or_hides():
     folder = make_run(Path("a\u202e"), samples=samples, init_from=f"m/{sly}")
     runs = read_runs([folder])
     runs[0].records[0][f"metric/{sly}"] = 7.0
-    text = report.make_page(runs).read_text()
+    text = report.write_page(runs, report.cells_of(runs), report.verdict(runs)).read_text()
     top, _, rest = text.partition("<style>")
     body = rest.partition("</style>")[2].partition('<script type="application/json"')[0]
     for part in (top, body, json.dumps(island_of(text), ensure_ascii=False)):

@@ -357,7 +357,7 @@ def test_where_templates_stand(tmp_path):
     templates = [dict(name="tool_use", template="tool"), dict(name="default", template="the default")]
     assert rendered(tmp_path, templates) == "the default"
     for tokenizer in (chat_of(tmp_path, templates[:1]), chat_of(tmp_path, None), BYTES):
-        with refusal("prompts of messages need a model with a chat template: name one, such as --init_from="):
+        with refusal("messages need a chat template, which tokenizer=.* lacks: name a model such as --init_from="):
             tokenizer.encode_prompt([user("")])
     assert_refused("has no tokenizer that can be read", chat_of, tmp_path, [{}])
     folder = folder_of(tmp_path, small(), chat_template="the file", tokenizer_config=dict(chat_template="the config"))

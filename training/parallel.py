@@ -127,7 +127,7 @@ class ShardedProcesses(Processes):
         settings = self.settings
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise SnugError(
-                f"parallel='fsdp' needs torch 2.13, and this is {torch.__version__}; update it, or use --parallel=ddp"
+                f"parallel='fsdp' needs torch 2.13, not {torch.__version__}; update it, or use --parallel=ddp"
             )
         # No block's output is changed in place while gradients are on.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)

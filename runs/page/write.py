@@ -27,7 +27,7 @@ def write_page(runs, cells: list[list[str]], verdict: list[str]):
     from plotly.offline import get_plotlyjs
 
     loader = jinja2.FileSystemLoader(HERE)
-    options = dict(autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown)
+    options = dict(autoescape=True, finalize=shown)
     template = jinja2.Environment(loader=loader, **options)
     charts = charts_of(runs)
     rollouts = [

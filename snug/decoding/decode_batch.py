@@ -343,7 +343,7 @@ class DecodeBatch:
 def check_prompts(prompts, max_new_tokens, block_size):
     longest = max(map(len, prompts))
     if not all(prompts):
-        raise ValueError("a prompt has no tokens; the model needs at least one to go on from")
+        raise ValueError("a prompt has no tokens; the model needs at least one")
     if longest + max_new_tokens > block_size:
         raise SnugError(
             f"a prompt of {longest} tokens + max_new_tokens={max_new_tokens} is longer than block_size={block_size}; "

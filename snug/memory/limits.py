@@ -93,7 +93,7 @@ class Limits:
             if failure and self.processes.sharded:
                 # The others wait for this process's part of the weights.
                 raise SnugError(
-                    f"rank {self.processes.rank} is out of memory, which sharded processes cannot repeat: {failure}; "
+                    f"rank {self.processes.rank} is out of memory: {failure}; "
                     "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
                 )
             failure = self.processes.agreed(failure)  # or another process's

@@ -72,7 +72,6 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
         lora_alpha=settings.lora_alpha,
         target_modules=modules,  # whole names: eyes and GPT-2's two c_proj end alike
         fan_in_fan_out=modules[0].startswith("transformer."),
-        inference_mode=True,
     )
     with appearing(folder) as temporary:
         save_file(tensors, temporary / FILE, metadata={"format": "pt"})

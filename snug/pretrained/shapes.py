@@ -143,7 +143,7 @@ def period(c: Fields, name, interval: str, kinds: tuple, n_layer):
     n = layers.index(kinds[1]) + 1 if kinds[1] in layers[:count] else 0
     if layers[:count] != [kinds[is_every(layer, n)] for layer in range(count)]:
         raise SnugError(
-            f"{c.path}: {name}={layers!r:.60} is not supported; name all layers: only every n-th may be of another kind"
+            f"{c.path}: {name}={layers!r:.60} is not supported: only every n-th layer may be of another kind"
         )
     return n
 

@@ -102,8 +102,8 @@ class Tokenizer:
             return [*self.bos, *self.encode(prompt)]
         if self.chat is None:
             raise SnugError(
-                "prompts of messages need a model with a chat template: name one, such as "
-                f"--init_from=Qwen/Qwen2.5-0.5B-Instruct, or write text: --chat=false (tokenizer={self.name})"
+                f"messages need a chat template, which tokenizer={self.name} lacks: name a model such as "
+                "--init_from=Qwen/Qwen2.5-0.5B-Instruct, or write text: --chat=false"
             )
         text = self.chat.render(prompt, before)
         if BREAK not in text:
@@ -254,7 +254,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if day := files.get(DATE):
         names["strftime_now"] = date.fromisoformat(day.decode()).strftime
     if template:
-        tokenizer.chat = Chat(template, names, tokenizer.special, folder)
+        tokenizer.chat = Chat(template, names, tokenizer.special)
         written = tokenizer.special.get(tokenizer.chat.end)
         if written not in (None, *stop_tokens):
             tokenizer.stop_tokens += (written,)  # behind an answer, by the template

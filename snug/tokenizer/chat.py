@@ -47,8 +47,8 @@ class Chat:
     tools: JSON schemas of functions (data/tools.py) that the template describes to the model; None: no tools.
     """
 
-    def __init__(self, source, names, special, folder):
-        self.source, self.tools, self.folder = source, None, folder
+    def __init__(self, source: str, names: dict, special):
+        self.source, self.tools = source, None
         self.variables = dict(raise_exception=raise_exception, strftime_now=DAY.strftime) | names
         # The longest spelling at the leftmost place, as `tokenizers` finds it.
         longest_first = sorted(special, key=len, reverse=True)
@@ -111,7 +111,7 @@ class Chat:
         """
         if self.tools and opens:
             _ = self.call_form  # it refuses a form that is not read here
-        with in_one_line(f"{self.folder}: the chat template fails"):
+        with in_one_line("the chat template fails"):
             text = compiled(self.source).render(
                 self.variables,
                 messages=[*before, *map(self.broken, messages)],

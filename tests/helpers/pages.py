@@ -48,7 +48,8 @@ def make_samples(iterations, k=8, texts=("one", " two"), group=0):
 
 
 def page_of(folders):
-    return report.make_page(read_runs(folders))
+    runs = read_runs(folders)
+    return report.write_page(runs, report.cells_of(runs), report.verdict(runs))
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
