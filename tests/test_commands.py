@@ -156,7 +156,12 @@ def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):
 
 SCRIPTS = ["grpo.py", "train_sft.py", "sample.py", "evaluate.py", "report.py"]
 EARLY = {f"{script} --help": "pathlib" for script in (*SCRIPTS, "-m runs.export", "-m runs.fork")}
-LATER = ["grpo.py --max_iters=1", "train_sft.py --max_iters=1", "sample.py model --prompt=1"]
+LATER = [
+    "-m snug grpo --max_iters=1",
+    "grpo.py --max_iters=1",
+    "train_sft.py --max_iters=1",
+    "sample.py model --prompt=1",
+]
 LATER += ["evaluate.py model --task=addition", "-m runs.export model --to=export"]
 
 

@@ -38,7 +38,7 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
         """The name of a function or class in the settings."""
         if not callable(value):
             return value
-        spec = f"{value.__module__.removeprefix('snug.home.')}:{name_of(value)}"
+        spec = f"{value.__module__}:{name_of(value)}"
         while functions.setdefault(spec, value) is not value:
             spec += "+"
         return spec
