@@ -21,7 +21,7 @@ from helpers import HOME
 from helpers.commands import python
 from helpers.errors import assert_refused, refusal
 from helpers.models import make_model
-from helpers.runs import OPTIMIZERS, figures, reward_that_draws, saved, tiny
+from helpers.runs import OPTIMIZERS, figures, reward_that_draws, saved, tiny, trained
 from runs import checkpoint, loading
 from runs.log import read_log
 from runs.prepare import prepare
@@ -159,14 +159,7 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
     sft, settings = tiny(tmp_path, **changes, **options)
     train_sft.main(prepare(sft))
     random.seed(1), np.random.seed(1)
-
-    def trained(settings):
-        prepared = prepare(dataclasses.replace(settings))  # a copy: an out-of-memory changes it
-        prepared.reward_funcs = [reward_that_draws]
-        grpo.main(prepared)
-        return checkpoint.newest(settings.out_dir)
-
-    whole = trained(settings)
+    whole = trained(settings, reward_that_draws)
     log = read_log(settings.out_dir)
     assert [record["grad_norm"] > 0 for record in log] == [True] * iters and "pass_at_1" in log[1]
     assert checkpoint.read_state(whole)["after_oom"].keys() == {"max_tokens_per_micro_batch", "max_rollout_batch"}
@@ -177,7 +170,7 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
         for name in ("log.jsonl", "samples.jsonl"):
             shutil.copy(Path(settings.out_dir) / name, broken.out_dir)
         random.seed(5), np.random.seed(5), torch.manual_seed(5)
-        resumed = trained(broken)
+        resumed = trained(broken, reward_that_draws)
         assert figures(broken.out_dir) == figures(settings.out_dir)
         for name in ("model.safetensors", "optimizer.safetensors"):
             ours, theirs = (safetensors.torch.load_file(folder / name) for folder in (resumed, whole))
@@ -190,29 +183,28 @@ def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, 
         shutil.rmtree(broken.out_dir)
 
 
+def write_settings(folder, *gone, **changed):
+    """Into the newest checkpoint, with checksums that fit."""
+    path = checkpoint.newest(folder)
+    state = json.loads((path / "state.json").read_text())
+    state["settings"] = {name: value for name, value in state["settings"].items() if name not in gone} | changed
+    (path / "state.json").write_text(json.dumps(state))
+    checkpoint.seal(path)
+
+
 def test_a_checkpoint_of_an_older_version_resumes(tmp_path):
     """It has options that are gone, and lacks newer ones: these have their defaults. What is no choice now is refused."""
     sft, _ = tiny(tmp_path, max_iters=1)
     sft = dataclasses.replace(sft, max_iters=1, eval_prompts=0)
     train_sft.main(prepare(sft))
-    path = checkpoint.newest(sft.out_dir)
-
-    def write(**options):
-        state = json.loads((path / "state.json").read_text())
-        state["settings"].pop("stop_string", None)
-        state["settings"] |= options
-        (path / "state.json").write_text(json.dumps(state))
-        checkpoint.seal(path)
-
-    write(cuda_allocator="expandable", kv_cache_mb=3)
+    write_settings(sft.out_dir, "stop_string", cuda_allocator="expandable", kv_cache_mb=3)
     assert loading.load_run(sft.out_dir).settings.stop_string == ""
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=2)))
     assert [record["iter"] for record in read_log(sft.out_dir)] == [0, 1]
-    path = checkpoint.newest(sft.out_dir)
-    write(baseline="mean", countdown_form="tags", format_reward=0.0)
+    write_settings(sft.out_dir, baseline="mean", countdown_form="tags", format_reward=0.0)
     with pytest.raises(SnugError, match="the run has {'countdown_form': 'tags'}, which is gone: take the version"):
         loading.load_run(sft.out_dir)
-    write(lr_schedule="step", countdown_form="terse")
+    write_settings(sft.out_dir, lr_schedule="step", countdown_form="terse")
     words = [f"--resume={sft.out_dir}"]
     with pytest.raises(SnugError, match="lr_schedule='step' is not one of constant, linear, cosine"):
         prepare(*read_settings(SFTSettings, words)[:2])
@@ -321,11 +313,7 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
 def test_a_run_of_several_processes_goes_on_alone_and_a_warm_start_of_another_task_is_refused(tmp_path):
     sft, settings = tiny(tmp_path, max_iters=1, eval_prompts=0)
     train_sft.main(prepare(dataclasses.replace(sft, max_iters=1, eval_prompts=0)))
-    path = checkpoint.newest(sft.out_dir)
-    state = json.loads((path / "state.json").read_text())
-    state["settings"] |= dict(parallel="ddp", num_processes=2)
-    (path / "state.json").write_text(json.dumps(state))
-    checkpoint.seal(path)
+    write_settings(sft.out_dir, parallel="ddp", num_processes=2)
     again = prepare(*read_settings(SFTSettings, [f"--resume={sft.out_dir}", "--max_iters=2"])[:2])
     assert again.settings.parallel == "none" and again.settings.num_processes == 1
     config = tmp_path / "warm.py"

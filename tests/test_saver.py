@@ -11,12 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
-import grpo
 from helpers.errors import assert_refused
 from helpers.models import make_model
-from helpers.runs import figures, progress, reward_that_draws, tiny
+from helpers.runs import figures, progress, reward_that_draws, tiny, trained
 from runs import checkpoint
-from runs.prepare import prepare
 from runs.saver import Saver, best_of
 from settings import SFTSettings
 from snug.tokenizer import get_tokenizer
@@ -195,12 +193,6 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, o
 def test_an_iteration_that_fails_before_its_step_loses_nothing(tmp_path):
     """A reward function fails in iteration 3: what iterations 0 to 2 did is saved, and the run goes on as if nothing had been."""
     _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=6, eval_prompts=0, save_interval=0)
-
-    def trained(settings, reward):
-        prepared = prepare(settings)
-        prepared.reward_funcs = [reward]
-        grpo.main(prepared)
-
     random.seed(3), np.random.seed(3)
     trained(settings, reward_that_draws)
     calls = []

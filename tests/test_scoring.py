@@ -14,7 +14,7 @@ import grpo
 import train_sft
 from data.scores import pass_rates, reward_means
 from helpers.errors import refusal
-from helpers.runs import prepared_by, progress, reward_that_draws, tiny
+from helpers.runs import prepared_by, progress, reward_that_draws, tiny, trained
 from helpers.tasks import written
 from runs import checkpoint
 from runs.loading import load_run
@@ -225,9 +225,6 @@ def test_evaluations_do_not_change_what_is_learned(tmp_path):
     weights = []
     for prompts in (0, 5):
         _, settings = tiny(tmp_path, init_from="", beta=0.0, eval_interval=1, eval_prompts=prompts)
-        prepared = prepare(replace(settings, out_dir=str(tmp_path / f"run{prompts}")))
-        prepared.reward_funcs = [reward_that_draws]
-        grpo.main(prepared)
-        file = checkpoint.newest(prepared.settings.out_dir) / "model.safetensors"
-        weights.append(safetensors.torch.load_file(file))
+        path = trained(replace(settings, out_dir=str(tmp_path / f"run{prompts}")), reward_that_draws)
+        weights.append(safetensors.torch.load_file(path / "model.safetensors"))
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])

@@ -196,12 +196,8 @@ def assert_attention(groups, dtype, rtol, atol, window=0, **options):
 def test_attention_is_the_dense_one(groups, heads, window):
     assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, window, heads=heads)
     assert_attention(GROUPS[groups], torch.float32, 1e-5, 1e-5, window, heads=heads)
-
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_group_by_group_as_on_mps_is_the_dense_one(groups):
-    with patch.object(module, "kind_of", lambda x: "mps"):
-        assert_attention(groups, torch.float64, 1e-12, 1e-12)
+    with patch.object(module, "kind_of", lambda x: "mps"):  # group by group
+        assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, window, heads=heads)
 
 
 def test_attention_is_exact_where_one_part_has_nearly_all():

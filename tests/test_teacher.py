@@ -14,7 +14,7 @@ from batch import Cut
 from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.peaks import COMMON, GRPO
 from helpers.rollouts import BUDGETS, K, assert_same_gradient, make_rollouts, never_stop
-from helpers.runs import figures, refused
+from helpers.runs import figures, refused, trained
 from loss import policy_loss
 from padded import a_few, padded
 from runs.log import read_lines, read_log
@@ -335,10 +335,7 @@ def test_reward_coef_0_leaves_the_teacher(places, tmp_path):
     for name, coef in (("differ", 0.0), ("same", 1.0), ("differ", 1.0)):
         options = RUN | dict(init_from=str(places / "student"), teacher=str(places / "teacher"), eval_prompts=0)
         settings = GRPOSettings(**options, out_dir=str(tmp_path / f"{name}{coef}"), reward_coef=coef)
-        prepared = prepare(settings)
-        prepared.reward_funcs = [rewards[name]]
-        grpo.main(prepared)
-        weights[name, coef] = (tmp_path / f"{name}{coef}" / "checkpoint-000002/model.safetensors").read_bytes()
+        weights[name, coef] = (trained(settings, rewards[name]) / "model.safetensors").read_bytes()
         mean = read_log(tmp_path / f"{name}{coef}")[0]["reward_mean"]
         assert mean == (0.5 if name == "differ" else 0)
     assert weights["differ", 0.0] == weights["same", 1.0] != weights["differ", 1.0]

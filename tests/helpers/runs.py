@@ -101,6 +101,14 @@ def reward_that_draws(prompts, completions, **columns):
     return [sum(map(ord, c)) % 7 / 7 + random.random() + np.random.rand() + float(torch.rand(())) for c in completions]
 
 
+def trained(settings, *functions):
+    """Run GRPO with these reward functions -> the newest checkpoint. The settings stay: an out-of-memory changes a run's."""
+    prepared = prepare(replace(settings))
+    prepared.reward_funcs = list(functions)
+    grpo.main(prepared)
+    return newest(settings.out_dir)
+
+
 PROBE = """
 import runpy, sys
 sys.argv = sys.argv[1:]
