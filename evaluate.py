@@ -182,8 +182,13 @@ def run_evaluation(model, prepared, options):
     sample = partial(sample_held_out, model, prepared, limits, n, temperature, seed)
     greedy, sampled = limits.retry("eval", sample)
     resolved = {name: getattr(settings, name, value) for name, value in vars(options).items()}
-    resolved |= dict(temperature=temperature, seed=seed, device=options.device)
-    resolved |= dict(num_prompts=len(greedy), max_new_tokens=longest)
+    resolved |= dict(
+        temperature=temperature,
+        seed=seed,
+        device=options.device,
+        num_prompts=len(greedy),
+        max_new_tokens=longest,
+    )
     summary = dict(checkpoint=hub_name(prepared.origin.path), settings=resolved)
     samples, others = [], iter(sampled)
     for first in greedy:

@@ -27,17 +27,14 @@ def main(settings, folder: str):
             raise SnugError(f"{checkpoint.path} has no adapters; leave --adapters out")
         base = base_of(checkpoint)
         if not is_pretrained(base.path) or base.state["weights"][1]:
-            raise SnugError(
-                f"the adapters' base, {base.path}, is no Hugging Face folder; leave --adapters out"
-            )
+            raise SnugError(f"the base {base.path} is no Hugging Face folder; leave --adapters out")
     from runs.loading import load_run
     from snug.lora import merge
 
     run = load_run(checkpoint, "cpu")
     if settings.adapters:
         save_adapters(run.model, settings.to, base.path, run.settings)
-        name = hub_name(base.path)
-        print(f"the adapters of {run.path} are now in {settings.to}, for PEFT beside {name}")
+        print(f"{settings.to} has the adapters of {run.path}, for PEFT beside {hub_name(base.path)}")
         return
     if settings.dtype == "float32":  # before adapters are merged and rounded
         run.model.float()

@@ -49,6 +49,6 @@ def difference(first: dict[int, Run], second: dict[int, Run]) -> str:
     if any(a.settings.get(name) != b.settings.get(name) for a, b in pairs for name in names):
         return "their scores are of other prompts or reward_funcs"
     if len(pairs) < 2:
-        return f"{len(pairs)} seeds in common say nothing about luck; {command('fork')} makes pairs"
+        return f"{len(pairs)} seeds in common say nothing; {command('fork')} makes pairs"
     scores = [(held_out(a)[-1], held_out(b)[-1]) for a, b in pairs]
     return f"{score_name(pairs[0][0])} of {len(pairs)} pairs: {said(compared(scores))}"

@@ -116,7 +116,7 @@ MISSING = {  # what is missing -> how the line ends
     "--init_from=out/grpo_small": f"out/grpo_small: {NO_MODEL}",
     "config/distill_small.py": f"out/grpo_small: {NO_MODEL}",  # its teacher
     "--resume=empty": "resume=empty has no checkpoint; name a run's folder, or a model as --init_from",
-    "--task=countdown --chat --beta=0": "need a model with a chat template: name one, such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
+    "--task=countdown --chat --beta=0": "lacks: name a model such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
     "config/grpo_gsm8k.py": "; README.md and config/grpo_gsm8k.py have the curl command",
     "--task=gsm8k": "; README.md and config/grpo_gsm8k.py have the curl command",
 }

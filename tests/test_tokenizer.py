@@ -432,7 +432,7 @@ def test_replies_that_a_template_refuses(tmp_path):
     only = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no\ntools') }}{% endif %}{{ m.content }}{% endfor %}"
     for source, why in ((only, "TemplateError: no tools"), ("{{ messages[-1].content }}", "it leaves out a message")):
         assert_refused(f"the chat template fails .{why}", chat_of(tmp_path, source).encode_reply, [tool("5")], True)
-    assert_refused("need a model with a chat template", BYTES.encode_reply, [tool("5")], True)
+    assert_refused("messages need a chat template", BYTES.encode_reply, [tool("5")], True)
     assert chat_of(tmp_path, "{{ builtin_tools }}").chat.call_form == "inline"
 
 

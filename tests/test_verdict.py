@@ -42,7 +42,7 @@ def test_arms_are_compared_by_their_seeds():
     assert verdict(a) == verdict(a[:1]) == verdict([]) == []
     sft = dataclasses.replace(a[0], settings=dict(max_iters=8))
     assert verdict([sft, *a, *b])[2].startswith("B - A: pass_at_1 of 2 pairs: A 0.515, B 0.605, B - A +0.090")
-    alone = "B - A: 1 seeds in common say nothing about luck; python -m runs.fork makes pairs"
+    alone = "B - A: 1 seeds in common say nothing; python -m runs.fork makes pairs"
     assert verdict([a[0], *scores_of("b", (9, 1), 0.6)])[2] == alone
     assert verdict([*a, *scores_of("b", (7, 8), 0.6)])[2] == alone.replace("1", "0")
     running = dataclasses.replace(b[0], settings=b[0].settings | dict(max_iters=9))

@@ -66,8 +66,7 @@ def why_no_kernels() -> str:
         smallest_kernel[(1,)](1)
         return ""
     except Exception as error:  # whatever it is, plain torch runs instead
-        advice = "Triton needs gcc and python3-dev"
-        return f"{type(error).__name__}: {first_line(error)} ({advice})"
+        return f"{type(error).__name__}: {first_line(error)} (Triton needs gcc and python3-dev)"
 
 
 def warn_without_kernels():

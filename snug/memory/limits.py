@@ -136,5 +136,5 @@ class Limits:
 def at_the_floor(where, failure) -> SnugError:
     return SnugError(
         f"out of memory, {where}: {failure}; try a lower --max_new_tokens, or --resume=auto with "
-        "--memory_budget_gb=auto or fewer GiB than now"
+        "--memory_budget_gb=auto or less than now"
     )
