@@ -46,7 +46,7 @@ from training.parallel import score_together
 
 
 def main(prepared):
-    """Make the warm start if it is missing; then train as the settings say -> False if a signal stopped it."""
+    """Make the warm start if it is missing; then train as the settings say -> False if it was stopped."""
     settings = prepared.settings
     if prepared.warm_start and not settings.plan:
         say(f"{settings.init_from} is missing or not finished: making it first")
@@ -60,8 +60,8 @@ def main(prepared):
 def train(config="", *, prompts=None, reward_funcs=None, **options):
     """From Python -> notebook.FinishedRun. prompts: rows such as {"prompt": ..., "answer": ...}. Raises SnugError.
 
-    reward_funcs: functions, or "module:function". options: as in a config; tools may be functions, task and environment
-    classes.
+    reward_funcs: functions, or "module:function". options: as in a config, and functions and classes instead of
+    their names.
     """
     return notebook.train(GRPOSettings, main, config, prompts, reward_funcs, options)
 

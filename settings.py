@@ -95,9 +95,10 @@ class LogOptions:
     eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: none")
     report_to: list[str] = option(
         [],
-        "also log there; if it fails, the run continues",
-        choices=("tensorboard", "wandb"),
+        "also log there",
+        choices=("tensorboard", "wandb", "trackio"),
     )
+    on_iteration: str = option("", "module:function; gets each line of the log; True ends the run")
 
 
 @dataclass

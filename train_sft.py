@@ -29,7 +29,7 @@ from training.optimizer import learning_rate_at
 
 
 def main(prepared):
-    """Train, log and save as the settings say -> False if a signal stopped it."""
+    """Train, log and save as the settings say -> False if it was stopped."""
     return run(prepared, "SFT", iterate)
 
 

@@ -137,9 +137,7 @@ def checked(function: Callable, rewards, completions: list) -> list[float | None
     numbers = []
     for completion, reward in zip(completions, rewards, strict=True):
         number = None if reward is None else math.nan
-        with suppress(
-            Exception
-        ):  # None; what is no number, such as the text "1.0", which float alone reads
+        with suppress(Exception):  # None; no number, such as "1.0", which float alone reads
             number = float(0 + reward)
         numbers.append(number)
         if number is not None and not abs(number) < LARGEST:

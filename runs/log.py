@@ -17,6 +17,8 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from traceback import format_exception
 
@@ -54,9 +56,9 @@ def console_line(record: dict, total: int) -> str:
     if "iter" in record:
         line = f"iter {record['iter']:>{len(str(total))}}/{total}"
     means = [
-        f"{name[7:]} {record[name]:.2f}"
-        for name in record
-        if name[:7] == "reward/" and record[name] is not None
+        f"{name[7:]} {mean:.2f}"
+        for name, mean in record.items()
+        if name[:7] == "reward/" and mean is not None
     ]
     record |= dict(rewards=" ".join(means) or None)
     for name, text in CONSOLE.items():
@@ -245,22 +247,21 @@ def tensorboard(settings, start: int):
             writer.flush()
 
 
-def wandb(settings, start: int):
-    """Numbers in a W&B run, continued on resume. W&B's environment variables (WANDB_PROJECT, WANDB_MODE) hold."""
-    import wandb
-
-    folder = Path(settings.out_dir)
-    id_file = folder / "wandb.txt"
+def wandb(settings, start: int, service="wandb"):
+    """Numbers in a run of W&B or Trackio, continued on resume. Environment variables (WANDB_MODE) hold."""
+    module, folder = import_module(service), Path(settings.out_dir)
+    id_file = folder / f"{service}.txt"
     if not start or not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
-    run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "snug"),
-        id=id_file.read_text(),
-        name=folder.name,
-        dir=str(folder),
+    own = dict(name=f"{folder.name}-{id_file.read_text()}")  # Trackio knows a run by its name
+    if service == "wandb":
+        console = module.Settings(console="off")
+        own = dict(name=folder.name, id=id_file.read_text(), dir=str(folder), settings=console)
+    run = module.init(
+        project=os.environ.get(f"{service.upper()}_PROJECT", "snug"),
         config=vars(settings),
         resume="allow",
-        settings=wandb.Settings(console="off"),
+        **own,
     )
     try:
         while record := (yield):
@@ -269,4 +270,8 @@ def wandb(settings, start: int):
         run.finish()
 
 
-SERVICES = {"tensorboard": tensorboard, "wandb": wandb}
+SERVICES = {
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+    "trackio": partial(wandb, service="trackio"),
+}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from data import load_reward_function, make_task
+from data import imported, load_reward_function, make_task
 from data.episodes import Toolbox, make_toolbox
 from data.rewards import Scores, TrainerState, total_rewards
 from data.task import Task
@@ -70,6 +70,7 @@ class Prepared:
     teacher: Checkpoint | None = None
     global_step: int = 0  # of the run, for reward functions
     toolbox: Toolbox | None = None  # what the model may call
+    on_iteration: Callable | None = None
 
     def score(self, prompts: list, completions: list, columns: dict[str, list]) -> Scores:
         """Call the reward functions."""
@@ -136,6 +137,9 @@ def prepare(
     prepared = Prepared(
         settings, task, tokenizer, shape, *rewards, warm_start, resume, origin, toolbox=toolbox
     )
+    if spec := settings.on_iteration:
+        advice = "write module:function"
+        prepared.on_iteration = imported(spec, "on_iteration", advice, functions, settings.out_dir)
     resolve_lengths(prepared, chosen)
     if settings.teacher:
         prepared.teacher = find_teacher(prepared)

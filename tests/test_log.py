@@ -9,6 +9,7 @@ import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -227,6 +228,25 @@ def test_wandb_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
         time.sleep(0.1)
     assert len(files) == 2 and all(file.stat().st_size > 1000 for file in files)
     assert "warning" not in (Path(sft.out_dir) / "log.txt").read_text()
+
+
+def test_trackio_has_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
+    """A stand-in that takes what Trackio 0.43 takes."""
+    told = []
+
+    def init(project, name=None, config=None, resume="never"):
+        told.append((project, name, resume))
+        finish = partial(told.append, "end")
+        return SimpleNamespace(log=lambda metrics, step: told.append((step, metrics["loss"])), finish=finish)
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    settings = replace(tiny(tmp_path)[0], eval_prompts=0, report_to=["trackio"])
+    for end in (4, 6):
+        train_sft.main(prepare(replace(settings, resume="auto", max_iters=end)))
+    folder = Path(settings.out_dir)
+    begun = ("snug", f"{folder.name}-{(folder / 'trackio.txt').read_text()}", "allow")
+    losses = [(record["iter"], record["loss"]) for record in read_log(folder)]
+    assert told == [begun, *losses[:4], "end", begun, *losses[4:], "end"] and len(losses) == 6
 
 
 def test_a_name_that_a_reward_function_gives_commands_no_terminal(tmp_path, capsys):

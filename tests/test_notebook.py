@@ -1,13 +1,18 @@
 """Runs from Python: the same as the commands', one after the other in a process, interrupted, and in a real notebook."""
 
 import json
+import os
+import random
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
+import torch
 
 import grpo
 import train_sft
@@ -149,3 +154,43 @@ def test_an_interrupt_keeps_the_run_and_a_second_call_works(tmp_path, capsys):
     assert run.finished and len(run.log) == 4
     whole = grpo.train(reward_funcs=[pressing], **options | dict(out_dir=str(tmp_path / "whole")))
     assert weights(whole.folder) == weights(run.folder)
+
+
+def test_a_callback_ends_the_run_and_changes_nothing(tmp_path, capsys):
+    """It draws from the generators of the rewards, empties its record and leaves the folder; the run can go on."""
+
+    def noisy(completions, **columns):
+        return [random.random() + np.random.rand() + torch.rand(1).item() for _ in completions]
+
+    def stop(record):
+        seen.append(dict(record))
+        record.clear()
+        noisy("abc")
+        os.chdir("/")
+        return np.bool_(len(seen) == 2)
+
+    seen, options = [], SMALL | dict(reward_funcs=[noisy], max_iters=4, eval_interval=2)
+    whole = grpo.train(out_dir=str(tmp_path / "whole"), **options)
+    run = grpo.train(out_dir=str(tmp_path / "run"), on_iteration=stop, **options)
+    ended = "stopped by on_iteration=test_notebook:stop after iteration 1, and saved; --resume=auto goes on\n"
+    assert capsys.readouterr().out.count(ended) == 1 and not run.finished and seen == run.log
+    assert len(seen) == 2 and "eval_reward_mean" in seen[1]
+    run = grpo.train(resume=run.folder, reward_funcs=[noisy], on_iteration=stop)
+    assert run.finished and len(seen) == 4 and weights(run.folder) == weights(whole.folder)
+
+
+def test_a_callback_that_fails_is_named_and_a_resumed_run_loads_it_again(tmp_path, monkeypatch):
+    (tmp_path / "mine_of_iterations.py").write_text("def stop(record):\n    return record['pass_at_1'] > 0.9\n")
+    monkeypatch.chdir(tmp_path)
+    options = dict(max_iters=3, n_layer=1, n_embd=16, eval_prompts=0, save_interval=0, out_dir="run")
+    failed = (
+        r"^on_iteration=\w+:stop after iteration 0 raised KeyError: .*'pass_at_1'.* at mine_of_iterations.py:2; some"
+    )
+    with pytest.raises(SnugError, match=failed):
+        train_sft.train(on_iteration="mine_of_iterations:stop", **options)
+    assert newest("run").name == "checkpoint-000001"
+    seen = []
+    sys.modules["mine_of_iterations"].stop = lambda record: seen.append(record["iter"]) or "True"  # a text is not True
+    assert train_sft.train(resume="run").finished and seen == [1, 2]
+    with pytest.raises(SnugError, match="^on_iteration='mine_of_iterations:go': .* has no function go"):
+        train_sft.train(on_iteration="mine_of_iterations:go", **options)

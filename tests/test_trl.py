@@ -5,6 +5,7 @@ make test-long installs TRL. To run this file alone: pip install -r requirements
 
 import inspect
 import math
+import re
 import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
@@ -14,11 +15,15 @@ import torch
 
 pytestmark = pytest.mark.long
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -r requirements-long.txt")
+import datasets  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
 
 from data import load_reward_function  # noqa: E402
 from data.rewards import repeat_columns, total_rewards  # noqa: E402
+from helpers import HOME  # noqa: E402
+from helpers.families import their_model  # noqa: E402
+from helpers.tokenizers import END_OF_TEXT, folder_of, qwen_like  # noqa: E402
 from loss import policy_loss  # noqa: E402
 from settings import GRPOSettings  # noqa: E402
 from snug.options import SnugError  # noqa: E402
@@ -180,3 +185,26 @@ def test_the_functions_of_trl_rewards_work_unchanged():
     assert {*scores.extra} == {*extra} == {"solution", "gold_parsed", "answer_parsed"}
     with pytest.raises(SnugError, match="get_cosine_scaled_reward'.* must take ..columns.* call it in a file of yours"):
         load_reward_function("trl.rewards:get_cosine_scaled_reward", {}, ROWS[0])
+
+
+def test_the_readmes_trainer_takes_trls_steps(tmp_path):
+    """Its lines put head_logprobs into GRPOTrainer: the log of three steps, with old and reference log-probs."""
+    readme = (HOME / "README.md").read_text()
+    exec(re.search(r"```python\n(from snug.logprobs import head_logprobs\n.*?)```", readme, re.DOTALL)[1], globals())
+    model = their_model("qwen2")
+    model.resize_token_embeddings(1300)
+    model.save_pretrained(tmp_path)
+    tokens = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    folder_of(tmp_path, qwen_like(), tokenizer_config=tokens)
+    rows = datasets.Dataset.from_list([dict(prompt=text) for text in ("a", "bcd", "ef", "g h")])
+    options = dict(use_cpu=True, bf16=False, report_to="none", logging_steps=1, max_steps=3, beta=0.1, temperature=0.7)
+    options |= dict(num_iterations=2, max_completion_length=6, per_device_train_batch_size=4, num_generations=4)
+    args = GRPOConfig(output_dir=str(tmp_path / "out"), save_strategy="no", learning_rate=1e-2, **options)
+    logs = []
+    for cls in (GRPOTrainer, Trainer):  # noqa: F821
+        trainer = cls(str(tmp_path), lambda completions, **_: list(map(float, map(len, completions))), args, rows)
+        trainer.train()
+        lines = trainer.state.log_history[:3]
+        logs += [torch.tensor([[line[name] for name in ("loss", "grad_norm", "entropy", "kl")] for line in lines])]
+    assert (logs[0][:, 1] > 0.01).all()
+    torch.testing.assert_close(*logs, rtol=1e-4, atol=1e-6)

@@ -13,10 +13,12 @@ from threading import current_thread, main_thread
 import numpy as np
 import torch
 
+from data.calls import blaming
 from model import make_model
 from runs.checkpoint import base_record, checkpoints
 from runs.loading import (
     configure,
+    generator_state,
     load_into,
     load_optimizer,
     load_reference,
@@ -25,7 +27,7 @@ from runs.loading import (
     restore_generators,
 )
 from runs.lock import locked, move_aside
-from runs.log import NoLog, RunLog
+from runs.log import NoLog, RunLog, finite
 from runs.notes import notes
 from runs.saver import Saver
 from snug.device.pick import pick_device, with_dtype
@@ -48,7 +50,7 @@ from training.state import Training
 def run(prepared, title, iterate) -> bool:
     """Iterate as the settings say, with a meter and a log; or only plan it, if they say so.
 
-    -> False if a signal stopped it. Then the current iteration was finished and saved, for --resume=auto.
+    -> False if it was stopped. Then the current iteration was finished and saved, for --resume=auto.
     """
     rehearse = DryRun(prepared, iterate)
     settings, kind = prepared.settings, kind_planned(prepared.settings.device)
@@ -74,7 +76,7 @@ def run(prepared, title, iterate) -> bool:
 
 
 def train(prepared, title, iterate, device, processes):
-    """-> False if a signal stopped it."""
+    """-> False if it was stopped."""
     settings, resume = prepared.settings, prepared.resume
     # The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any.
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -184,16 +186,17 @@ def introduce(title, training, start, moved):
 
 
 def iterations(iterate, training):
-    """-> False if a signal stopped them. Afterwards the working directory is the one before."""
+    """-> False if they were stopped. Afterwards the working directory is the one before."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     going_on = phase(log.title, max_iters, "iterations", log.start)
     with noting_signals() as noted, chdir("."), going_on as bar:
         for iteration in range(log.start, max_iters):
             with saver.keeping(iteration, training.progress()):
                 training.begin_iteration(iteration)
-                training.end_iteration(*iterate(iteration, training))
+                record = training.end_iteration(*iterate(iteration, training))
             bar.update()
-            stopped_by = training.processes.agreed(noted[-1] if noted else None)
+            own = training.prepared.on_iteration and ends(training, record)
+            stopped_by = training.processes.agreed(noted[-1] if noted else own)
             if stopped_by and iteration + 1 < max_iters:
                 saver.save(iteration + 1, training.progress(), last=True)
                 log.say(
@@ -201,6 +204,24 @@ def iterations(iterate, training):
                 )
                 return False
     return True
+
+
+def ends(training, record):
+    """Call on_iteration with a copy of the log's line -> its name if it returns True. Generators stay."""
+    iteration, generators = record["iter"], generator_state()
+    name = f"on_iteration={training.settings.on_iteration}"
+
+    def call():
+        if training.processes.rank:  # rank 0 decides
+            return False
+        hint = "some lines have no scores: record.get(name)"
+        with chdir("."), blaming(f"{name} after iteration {iteration}", "", hint):
+            return training.prepared.on_iteration(finite(record)) in [True]  # NumPy's too
+
+    with training.saver.keeping(iteration + 1, training.progress()):
+        stop = training.processes.from_all_ranks(call)[0]
+    restore_generators(generators)
+    return name if stop else None
 
 
 @contextmanager

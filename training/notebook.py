@@ -30,8 +30,8 @@ from settings import EvaluateSettings, SampleSettings
 from snug.options import SnugError, in_one_line, make_settings
 
 
-def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
-    """cls: GRPOSettings or SFTSettings. main(prepared) trains. The other arguments: see grpo.train."""
+def train(cls, main, config, prompts, reward_funcs, options):
+    """-> FinishedRun. cls: GRPOSettings or SFTSettings. main(prepared) trains. The other arguments: see grpo.train."""
     functions = {}
 
     def name(value):
@@ -45,8 +45,7 @@ def train(cls, main, config, prompts, reward_funcs, options) -> "FinishedRun":
 
     if reward_funcs is not None:
         options["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
-    for option in {"task", "reward_funcs", "tools", "environment", "loss_type"} & options.keys():
-        value = options[option]
+    for option, value in options.items():
         options[option] = list(map(name, value)) if isinstance(value, list | tuple) else name(value)
     if prompts is not None:
         options = dict(task="jsonl", test_file="") | options
@@ -76,7 +75,7 @@ class FinishedRun:
     """A run's folder, its log and its newest checkpoint, which is loaded when it is needed."""
 
     def __init__(self, settings, functions, finished):
-        """functions: {name in the settings: function or class}. finished: False if an interrupt ended the run."""
+        """functions: {name in the settings: function or class}. finished: False if it was stopped."""
         self.settings, self.functions, self.finished = settings, functions, finished
         self.folder = settings.out_dir
 

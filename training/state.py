@@ -122,7 +122,7 @@ class Training:
         return sample_records(scored, entropies, self.prepared.tokenizer, self.settings)
 
     def end_iteration(self, record, samples=()):
-        """Evaluate if it is time, log, and save if it is time."""
+        """Evaluate if it is time, log, and save if it is time -> the line of the log."""
         done, scores = record["iter"] + 1, {}
         try:
             scores = self.evaluate_if_due(done)
@@ -139,3 +139,4 @@ class Training:
             self.shown_hints |= found.keys()
             self.log.to_file("\n".join(self.meter.lines(self.log.place(record["iter"]))))
         self.saver.after(done, self.progress(), scores)
+        return record
