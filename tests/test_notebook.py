@@ -17,7 +17,7 @@ import torch
 import grpo
 import train_sft
 from helpers.errors import assert_refused
-from helpers.runs import PROMPTS, SMALL
+from helpers.runs import PROMPTS, SMALL, refused
 from runs.checkpoint import newest
 from runs.log import read_log
 from training.notebook import write_prompts
@@ -165,9 +165,8 @@ def test_a_callback_ends_the_run_and_changes_nothing(tmp_path, capsys):
     def stop(record):
         seen.append(dict(record))
         record.clear()
-        noisy("abc")
         os.chdir("/")
-        return np.bool_(len(seen) == 2)
+        return np.bool_(noisy("abc") and len(seen) == 2)
 
     seen, options = [], SMALL | dict(reward_funcs=[noisy], max_iters=4, eval_interval=2)
     whole = grpo.train(out_dir=str(tmp_path / "whole"), **options)
@@ -180,17 +179,13 @@ def test_a_callback_ends_the_run_and_changes_nothing(tmp_path, capsys):
 
 
 def test_a_callback_that_fails_is_named_and_a_resumed_run_loads_it_again(tmp_path, monkeypatch):
-    (tmp_path / "mine_of_iterations.py").write_text("def stop(record):\n    return record['pass_at_1'] > 0.9\n")
+    (tmp_path / "iterated.py").write_text("def stop(record):\n    return record['pass_at_1'] > 0.9\n")
     monkeypatch.chdir(tmp_path)
     options = dict(max_iters=3, n_layer=1, n_embd=16, eval_prompts=0, save_interval=0, out_dir="run")
-    failed = (
-        r"^on_iteration=\w+:stop after iteration 0 raised KeyError: .*'pass_at_1'.* at mine_of_iterations.py:2; some"
-    )
-    with pytest.raises(SnugError, match=failed):
-        train_sft.train(on_iteration="mine_of_iterations:stop", **options)
+    message = refused(train_sft.train, on_iteration="iterated:stop", **options)
+    assert message.startswith("on_iteration=iterated:stop after iteration 0 raised KeyError: ")
+    assert message.endswith(" at iterated.py:2; some lines have no scores: record.get(name)")
     assert newest("run").name == "checkpoint-000001"
     seen = []
-    sys.modules["mine_of_iterations"].stop = lambda record: seen.append(record["iter"]) or "True"  # a text is not True
+    sys.modules["iterated"].stop = lambda record: seen.append(record["iter"]) or "True"  # a text is not True
     assert train_sft.train(resume="run").finished and seen == [1, 2]
-    with pytest.raises(SnugError, match="^on_iteration='mine_of_iterations:go': .* has no function go"):
-        train_sft.train(on_iteration="mine_of_iterations:go", **options)

@@ -73,13 +73,12 @@ def test_a_signal_saves_once_and_ends_all(number, kind, tmp_path):
 
 
 @long
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_rank_0s_on_iteration_ends_all(kind, tmp_path):
+def test_rank_0s_on_iteration_ends_all(tmp_path):
     """By True after iteration 1, by an error after the first of the resumed run."""
-    words = f"--out_dir={tmp_path}/run", f"--parallel={kind}", "--on_iteration=__main__:stop", "--resume=auto"
-    code, out, err = run("none", "reward", "0", *words)
+    words = "none reward 0 --parallel=fsdp --on_iteration=__main__:stop --resume=auto".split()
+    code, out, err = run(*words, f"--out_dir={tmp_path}/run")
     assert code == 0 and out.count("stopped by on_iteration=__main__:stop after iteration 1, and saved") == 1, err
-    code, out, err = run("none", "reward", "0", *words)
+    code, out, err = run(*words, f"--out_dir={tmp_path}/run")
     assert code != 0 and "error: rank 0: on_iteration=__main__:stop after iteration 2 raised KeyError" in err
 
 
