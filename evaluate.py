@@ -95,8 +95,7 @@ def sample_and_score(model, prepared, rows, group_size, **options):
     """
     rollouts, episodes = sample_episodes(model, prepared, rows, group_size, **options)
     ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
-    prompts = [row["prompt"] for row in episodes.rows for _ in range(episodes.k)]
-    completions = episodes.finish(rollouts)
+    prompts, completions = episodes.prompts, episodes.finish(rollouts)
     columns = repeat_columns(episodes.rows, episodes.k) | episodes.columns()
     columns |= dict(stopped=stopped, completion_ids=ids)
     figures = dict(

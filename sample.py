@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 from batch import Sequences
 from data import make_task
 from data.episodes import Episodes, as_text, make_toolbox
-from data.task import as_messages
+from data.task import as_messages, split_beginning
 from model import GPT, autocast
 from runs.loading import load_run
 from runs.notes import unused_template
@@ -236,9 +236,9 @@ def complete(settings, given, run, functions: Mapping = {}):
     rollouts, episodes = sample_episodes(
         run.model, prepared, [row], settings.num_samples, longest, **options
     )
-    shown = (row if episodes.rows[1:] else episodes.rows[0])["prompt"]
+    shown, _ = split_beginning((row if episodes.rows[1:] else episodes.rows[0])["prompt"])
     if not run.settings.task:  # a model from elsewhere
-        for line in unused_template(run.tokenizer, shown):
+        for line in unused_template(run.tokenizer, [shown]):
             print(f"note: {line}", file=sys.stderr)
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):

@@ -23,9 +23,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import add
 
 from data import imported
 from data.calls import awaited, blaming
+from data.task import split_beginning
 from data.tools import call_tool, load_tools, methods_of, parse_calls, schema_of, text_within
 from snug.options import SnugError, in_one_line, option
 
@@ -113,6 +115,7 @@ class Episode:
         self.tool_errors = 0
         if environment is not None and (text := self.of_environment("reset", row)):
             self.prompt = extended(self.prompt, text)
+        self.begun = split_beginning(self.prompt)[1]  # until the first turn is in the messages
 
     def of_environment(self, name: str, arguments: dict) -> str | None:
         """What `reset` or `reply` returns. Raises SnugError if it fails."""
@@ -140,8 +143,9 @@ class Episode:
 
     def listen(self, ids):
         """Add a turn to the messages."""
-        text = self.tokenizer.decode(ids)
-        thinks = self.form != "inline" and self.tokenizer.chat.thinks
+        text = self.begun + self.tokenizer.decode(ids)
+        thinks = self.form != "inline" and not self.begun and self.tokenizer.chat.thinks
+        self.begun = ""
         content, calls = parse_calls(text, self.form, self.toolbox.schemas, thinks)
         turn = dict(role="assistant", content=content)
         self.messages.append(turn | dict(tool_calls=calls) if calls else turn)
@@ -184,7 +188,8 @@ class Episodes:
     """The completions of `rows`, k of each prompt. N = len(rows) * k. Raises SnugError.
 
     rows, k: prompts with the environments' first texts, and how many completions share each; if these texts differ
-    within a group, N rows and 1. respond and is_over are for sample_groups.
+    within a group, N rows and 1. respond and is_over are for sample_groups. prompts: N, as reward functions get them,
+    without the beginnings of answers, which belong to the completions.
     """
 
     def __init__(
@@ -204,11 +209,13 @@ class Episodes:
             if any(episode.form == "inline" for episode in self.episodes):
                 stops += [f"</{schema['function']['name']}>" for schema in toolbox.schemas]
         self.is_over = tokenizer.stopper(stops)
+        pairs = [split_beginning(row["prompt"]) for row in self.rows for _ in range(self.k)]
+        self.prompts, self.begun = zip(*pairs, strict=True)
 
     def finish(self, rollouts) -> list[str] | list[list[dict]]:
         """-> N completions: texts, or messages if there is a toolbox."""
         if not self.episodes:
-            return list(map(self.tokenizer.decode, rollouts.completions()))
+            return list(map(add, self.begun, map(self.tokenizer.decode, rollouts.completions())))
         for episode, ids, mask in zip(
             self.episodes, rollouts.completions(), rollouts.mask.tolist(), strict=True
         ):
@@ -229,11 +236,13 @@ class Episodes:
 
 
 def extended(prompt: str | list[dict], text: str):
-    """A prompt with a text behind it, in its last message."""
+    """A prompt with a text behind it, in its last message before an answer."""
     if isinstance(prompt, str):
         return prompt + text
-    last = prompt[-1]
-    return [*prompt[:-1], last | dict(content=last["content"] + text)]
+    *before, last = prompt
+    if last["role"] == "assistant":
+        return [*extended(before, text), last]
+    return [*before, last | dict(content=last["content"] + text)]
 
 
 def as_text(messages: list[dict]) -> str:

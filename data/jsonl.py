@@ -5,8 +5,9 @@
     {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}], "answer": 4}
 
 prompt: text, or messages, which the tokenizer's chat template writes. The content of a message is text, or one part
-of text: [{"type": "text", "text": ...}]. If the last message is the assistant's, it is the demonstration and not part
-of the prompt. A column messages is the prompt if there is no column prompt.
+of text: [{"type": "text", "text": ...}]. If the last message is the assistant's, completions go on behind it; SFT
+without a column demonstration learns it. A column messages is the prompt if there is no column prompt; such a last
+message of it is the demonstration.
 answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. If reward_funcs score, the answer may be anything, or missing.
@@ -26,6 +27,7 @@ from decimal import Decimal
 from data.answers import MAX_ANSWER, last_number
 from data.rewards import ARGUMENTS
 from data.rows import FileOptions, FileTask
+from data.task import split_beginning
 from snug.options import SnugError, option
 
 NUMBERS = (int, float)  # bool is none
@@ -47,6 +49,7 @@ class Jsonl(FileTask):
     def __init__(self, settings, demonstrations=False):
         self.names = dict(prompt=settings.prompt_column, answer=settings.answer_column)
         self.free = bool(settings.reward_funcs or settings.environment)  # the answers are not for us
+        self.demonstrates = demonstrations
         super().__init__(settings, demonstrations)
         rows = self.rows["train"] + self.rows["test"]
         for row in rows:
@@ -77,9 +80,11 @@ class Jsonl(FileTask):
         prompt = row["prompt"]
         if isinstance(prompt, list):
             row["prompt"] = prompt = list(map(as_message, prompt))
-            if prompt and prompt[-1]["role"] == "assistant":
-                last = prompt.pop()["content"]
-                self.answered += 1
+            asked, last = split_beginning(prompt)
+            learned = self.demonstrates and not row.get("demonstration")
+            if last and (learned or self.names["prompt"] not in value):
+                row["prompt"] = prompt = asked
+                self.answered += not self.demonstrates
                 row["demonstration"] = row.get("demonstration") or last
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")
@@ -88,7 +93,7 @@ class Jsonl(FileTask):
         return row
 
     def identity(self, row):
-        prompt = row["prompt"]
+        prompt, _ = split_beginning(row["prompt"])
         if isinstance(prompt, str):
             return prompt
         return json.dumps([[*message.values()] for message in prompt])

@@ -123,7 +123,8 @@ class FileTask(Task):
 
     def tokens(self, row, encode):
         """-> how many its prompt and its demonstration have."""
-        return len(encode(self.as_prompt(row["prompt"]))), len(encode(self.demonstration(row, None)))
+        answer = encode(self.demonstration(row, None), special=False)
+        return len(encode(self.as_prompt(row["prompt"]))), len(answer)
 
     def row(self, split, number):
         """Training rows come epoch by epoch, each in another order; test rows in the file's order, again and again."""

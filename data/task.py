@@ -41,7 +41,7 @@ class Task:
     scored = True  # can the task say whether a completion is right?
     longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
     prompt_lengths = ()  # tokens of each of a file's prompts, from then on
-    answered = 0  # prompts of a file whose last message is the assistant's
+    answered = 0  # conversations of a file whose last message is the assistant's, which is left out
     dropped = ""  # how many rows were too long, in words: drop_long_prompts
 
     def __init__(self, settings, demonstrations: bool = False):
@@ -155,6 +155,14 @@ class Task:
         """Raises SnugError if the options leave a split empty. Called before anything else."""
         for split in ("train", "test"):
             self.row(split, 0)
+
+
+def split_beginning(prompt: str | list[dict]):
+    """A prompt of messages that ends with the beginning of an answer -> (the messages before, this text); else ""."""
+    match prompt:
+        case [*asked, {"role": "assistant", "content": str(begun)}]:
+            return asked, begun
+    return prompt, ""
 
 
 def text_of(completion: str | list[dict]) -> str:

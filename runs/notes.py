@@ -3,10 +3,8 @@
 Left out: what only completions show (hints.py).
 """
 
-import re
-
+from data.task import split_beginning
 from runs.prepare import Prepared
-from settings import GRPOSettings
 from snug.pretrained.shapes import is_pretrained
 from snug.tokenizer import Tokenizer
 
@@ -16,15 +14,27 @@ LARGE = 1e-4  # a learning rate that spoils all weights of a pretrained model so
 def notes(prepared: Prepared) -> list[str]:
     """Of a run, or of an evaluation, which does not train."""
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
-    prompt = task.as_prompt(task.row("train", 0)["prompt"])
-    lines = unused_template(tokenizer, prompt) + untold_tools(prepared, prompt)
-    prompts = [row["prompt"] for rows in getattr(task, "rows", {}).values() for row in rows]
-    lines += spelled(tokenizer, prompts)
-    if isinstance(settings, GRPOSettings) and task.answered:
+    rows = sum(getattr(task, "rows", {}).values(), []) or [task.row("train", 0)]
+    prompts = [task.as_prompt(row["prompt"]) for row in rows]
+    lines, chat = unused_template(tokenizer, prompts), tokenizer.chat
+    has_tools = prepared.toolbox and prepared.toolbox.schemas
+    if has_tools and chat and (isinstance(prompts[0], str) or chat.call_form == "inline"):
+        # Where a chat template describes no tools, a prompt has to.
         lines.append(
-            f"{task.answered:,} of {len(prompts):,} prompts end with a message of the assistant; it is left out: a "
-            "completion is a whole answer, and does not go on behind its beginning"
+            "nothing tells the model of its tools: its chat template does not; show a call in the prompt"
         )
+    if found := [match[0] for match in map(tokenizer.spellings.search, map(str, prompts)) if match]:
+        lines.append(
+            f"{len(found):,} of {len(rows):,} prompts spell special tokens, such as {found[0]}: in "
+            f"{sum(map(tokenizer.is_rendered, prompts)):,} they are read as such, as transformers does; elsewhere, as "
+            "in messages, they are ordinary text"
+        )
+    begun = sum(split_beginning(prompt)[1] != "" for prompt in prompts)
+    for number, what in (task.answered, "it is left out"), (begun, "completions go on behind it"):
+        if number:
+            lines.append(
+                f"{number:,} of {len(rows):,} prompts end with a message of the assistant: {what}"
+            )
     origin = prepared.origin
     trains_all = origin and is_pretrained(origin.path) and not settings.lora_rank
     if settings.max_iters and trains_all and settings.learning_rate > LARGE:
@@ -35,31 +45,8 @@ def notes(prepared: Prepared) -> list[str]:
     return lines
 
 
-def unused_template(tokenizer: Tokenizer, prompt: str | list[dict]) -> list[str]:
-    if tokenizer.chat is None or not isinstance(prompt, str):
+def unused_template(tokenizer: Tokenizer, prompts: list[str | list[dict]]) -> list[str]:
+    plain = [each for each in prompts if isinstance(each, str) and not tokenizer.is_rendered(each)]
+    if tokenizer.chat is None or not plain:
         return []
     return ["the model has a chat template, and prompts of text do without it; --chat asks them in it"]
-
-
-def untold_tools(prepared: Prepared, prompt: str | list[dict]) -> list[str]:
-    """Where a chat template describes no tools, a prompt has to."""
-    toolbox, chat = prepared.toolbox, prepared.tokenizer.chat
-    if not toolbox or not toolbox.schemas or not chat:
-        return []
-    if not isinstance(prompt, str) and chat.call_form != "inline":
-        return []
-    return [
-        "nothing tells the model of its tools: its chat template does not; show a call in the prompt"
-    ]
-
-
-def spelled(tokenizer: Tokenizer, prompts: list[str | list[dict]]) -> list[str]:
-    """transformers would read these as special tokens."""
-    special = re.compile("|".join(map(re.escape, tokenizer.special)))
-    found = [match[0] for match in map(special.search, map(str, prompts)) if match and match[0]]
-    if not found:
-        return []
-    return [
-        f"{len(found):,} of {len(prompts):,} prompts spell special tokens, such as {found[0]}; here they are ordinary "
-        "text: only a chat template writes special tokens; give messages, with --chat"
-    ]

@@ -84,10 +84,11 @@ class Prepared:
             TrainerState(self.global_step, self.settings.max_iters),
         )
 
-    def encode(self, prompt, cut=True) -> list[int]:
+    def encode(self, prompt, cut=True, special=True) -> list[int]:
         """Text or messages -> the last max_prompt_length ids; all if that is 0, or without `cut`. Raises SnugError for
         messages that would be cut."""
-        ids, most = self.tokenizer.encode_prompt(prompt), self.settings.max_prompt_length
+        ids = self.tokenizer.encode_prompt(prompt, special=special)
+        most = self.settings.max_prompt_length
         if 0 < most < len(ids) and not isinstance(prompt, str):
             raise SnugError(
                 f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens in its chat template; raise it, or drop "

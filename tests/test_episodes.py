@@ -505,6 +505,16 @@ def test_the_first_text_of_an_environment_is_in_the_prompt(chats):
     assert episodes.rows == [dict(prompt="2+2= Level 3.", level=3)]
 
 
+def test_an_answer_that_is_begun_goes_on_to_call_a_tool(monkeypatch, chats):
+    begun, turn = [*QUESTION, assistant("<think>\nI")], " ask.</think>\n" + hermes("calc", expression="2+2")
+    messages, rollouts, episodes = talk(monkeypatch, chats["hermes"], turn, "4.", prompt=begun)
+    assert messages[0] == assistant("<think>\nI ask.</think>", call("calc", expression="2+2"))
+    assert messages[2:] == [assistant("4.")] and episodes.prompts == (QUESTION,)
+    assert int(rollouts.prompt_lengths[0]) == len(chats["hermes"].encode_prompt(begun))
+    episodes = episodes_of(chats["hermes"], made_of(lambda self, **columns: " More?"), [dict(prompt=begun)])
+    assert episodes.rows == [dict(prompt=[user("How much? More?"), begun[-1]])]
+
+
 def test_an_environment_is_made_once_and_reset_for_each_episode(chats):
     made = []
     kind = made_of(lambda self, **columns: made.append(self))

@@ -176,7 +176,7 @@ def test_repeated_prompts_make_no_interval_narrower():
     four = [row | {"prompt": [row["prompt"]]} for row in prepared.task.prompts("test", range(4))]
     prepared.task.prompts = lambda split, numbers: four * 5
     encode = prepared.tokenizer.encode_prompt
-    prepared.tokenizer.encode_prompt = lambda prompt: encode(prompt[0])
+    prepared.tokenizer.encode_prompt = lambda prompt, **_: encode(prompt[0])
     summary, _ = run_evaluation(model, prepared, options)
     scores, intervals = summary["scores"], summary["intervals"]
     assert summary["different_prompts"] == 4 and intervals["pass_at_1"] == wilson(scores["pass_at_1"], 4)

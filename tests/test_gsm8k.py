@@ -175,7 +175,7 @@ def test_prompts_and_demonstrations(tmp_path):
     assert not any("<<" in row["demonstration"] or ">>" in row["demonstration"] for row in task.rows["train"])
     long = {"question": "Why? " * 400, "answer": "Because. " * 400 + "#### 1"}
     other = task_of(path, test_file=written(tmp_path, [long], "long.jsonl"))
-    assert other.longest(list) == (len(row["prompt"]) - len(row["question"]) + 2000, 3606)
+    assert other.longest(lambda text, special=True: text) == (len(row["prompt"]) - len(row["question"]) + 2000, 3606)
     chat = task_of(path, test_file=str(tmp_path / "test.jsonl"), chat=True, system_prompt="Be brief.")
     spoken = chat.prompts("test", [0])[0]["prompt"]
     asked = {"role": "user", "content": task.prompts("test", [0])[0]["prompt"].rstrip()}

@@ -95,15 +95,21 @@ def conversations(n, answer):
 
 
 def test_a_conversation_is_a_prompt_and_its_last_message_the_demonstration(tmp_path):
-    """For SFT and for GRPO, whatever the column's name is. With another last message there is no demonstration."""
+    """For SFT whatever the column's name is, for GRPO of `messages`: it goes on behind a prompt. The splits are the same."""
     for column, options in (("messages", {}), ("prompt", {}), ("chat", dict(prompt_column="chat"))):
         rows = [{column: messages, "level": 2} for messages in conversations(30, "x")]
-        path = written(tmp_path, rows)
+        path, splits = written(tmp_path, rows), []
         for cls, more in ((SFTSettings, {}), (GRPOSettings, dict(reward_funcs=["a:b"]))):
             task = task_of(path, cls, **options, **more)
+            splits.append([row["prompt"][1] for row in task.rows["test"]])
             found = sorted(sum(task.rows.values(), []), key=lambda row: int(row["prompt"][1]["content"][:-1]))
-            assert found == [row | dict(prompt=row[column][:-1], demonstration="x") for row in rows]
-            assert task.demonstration(found[0], None) == "x"
+            asked = [row | dict(prompt=row[column][:-1], demonstration="x") for row in rows]
+            goes_on = cls is GRPOSettings and column != "messages"
+            assert found == ([row | dict(prompt=row[column]) for row in rows] if goes_on else asked)
+        assert splits[0] == splits[1] != []
+    begun = [dict(prompt=messages, demonstration="y") for messages in conversations(30, "x")]
+    found = sum(task_of(written(tmp_path, begun), SFTSettings).rows.values(), [])
+    assert all(row["prompt"][-1]["content"] == "x" and row["demonstration"] == "y" for row in found)
     rows = [dict(messages=messages[:-1], prompt=f"p{i}", answer=1) for i, messages in enumerate(conversations(30, "x"))]
     assert all(row["prompt"][0] == "p" and row["messages"] for row in rows_of(written(tmp_path, rows)))
     for empty in (None, ""):
@@ -389,7 +395,7 @@ def test_prompts_of_messages(tmp_path):
         for row, spoken in zip(questions, chat.prompts(split, range(len(questions))), strict=True):
             system = [] if row["prompt"][0]["role"] == "system" else [{"role": "system", "content": "Be brief."}]
             assert spoken == row | {"prompt": system + row["prompt"]}
-    assert plain.longest(lambda prompt: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
+    assert plain.longest(lambda prompt, **_: range(len(prompt)) if isinstance(prompt, list) else prompt) == (4, 2)
     changed = [*rows[:-1], rows[-1] | {"prompt": conversation(7)}]
     assert plain.fingerprint() != task_of(written(tmp_path, changed)).fingerprint()
 

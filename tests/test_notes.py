@@ -19,11 +19,15 @@ from snug.options import make_settings
 
 USER = dict(role="user", content="2+3=")
 ASSISTANT = dict(role="assistant", content="It is")
-TEMPLATE, TOOLS, SPELLED, LEFT_OUT, RATE = (
+RENDERED = "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n<think>"
+TEMPLATE, TOOLS, SPELLED, READ, BEGUN, LEFT_OUT, RATE = (
     "the model has a chat template, and prompts of text do without it; --chat asks them in it",
     "nothing tells the model of its tools: its chat template does not; show a call in the prompt",
-    "1 of 10 prompts spell special tokens, such as <|im_end|>; here they are ordinary text",
-    "10 of 10 prompts end with a message of the assistant; it is left out",
+    "1 of 10 prompts spell special tokens, such as <|im_end|>: in 0 they are read as such, as transformers does; "
+    "elsewhere, as in messages, they are ordinary text",
+    "10 of 10 prompts spell special tokens, such as <|im_start|>: in 10 they are read as such, as transformers does",
+    "10 of 10 prompts end with a message of the assistant: completions go on behind it",
+    "10 of 10 prompts end with a message of the assistant: it is left out",
     "learning_rate=0.001 for all weights of a pretrained model; usual are 1e-6 to 1e-5",
 )
 
@@ -38,14 +42,14 @@ def model(tmp_path_factory):
     return str(make_chat_model(tmp_path_factory.mktemp("notes") / "qwen"))
 
 
-def options_of(folder, model, prompt="2+3=", first="2+3=", **changes):
+def options_of(folder, model, prompt="2+3=", first="2+3=", column="prompt", **changes):
     """prompt: of nine rows, first: of one."""
-    rows = [dict(prompt=first if i == 0 else prompt, answer=i) for i in range(10)]
+    rows = [{column: first if i == 0 else prompt, "answer": i} for i in range(10)]
     for i, row in enumerate(rows):  # ten prompts
-        if isinstance(row["prompt"], str):
-            row["prompt"] += str(i)
+        if isinstance(row[column], str):
+            row[column] += str(i)
         else:
-            row["prompt"] = [dict(turn, content=f"{turn['content']}{i}") for turn in row["prompt"]]
+            row[column] = [dict(turn, content=f"{turn['content']}{i}") for turn in row[column]]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = dict(task="jsonl", data_file=str(folder / "rows.jsonl"), init_from=model, out_dir=str(folder / "run"))
     options |= dict(device="cpu", beta=0.0, learning_rate=1e-5, max_new_tokens=4, eval_prompts=1)
@@ -58,12 +62,14 @@ def options_of(folder, model, prompt="2+3=", first="2+3=", **changes):
         (dict(chat=True), []),
         (dict(), [TEMPLATE]),
         (dict(init_from=""), []),  # no template
-        (dict(chat=True, prompt=[USER, ASSISTANT], first=[USER, ASSISTANT]), [LEFT_OUT]),
+        (dict(chat=True, prompt=[USER, ASSISTANT], first=[USER, ASSISTANT]), [BEGUN]),
+        (dict(chat=True, prompt=[USER, ASSISTANT], first=[USER, ASSISTANT], column="messages"), [LEFT_OUT]),
+        (dict(prompt=RENDERED, first=RENDERED), [READ]),
         (dict(chat=True, learning_rate=1e-3), [RATE]),
         (dict(chat=True, learning_rate=1e-3, lora_rank=2), []),
         (dict(init_from="", learning_rate=1e-3), []),
         (dict(chat=True, first="end with <|im_end|>"), [SPELLED]),
-        (dict(first="end with <|im_end|>"), [TEMPLATE, SPELLED]),
+        (dict(first="end with <|im_end|>"), [TEMPLATE, SPELLED.replace("in 0", "in 1")]),
         (dict(chat=True, prompt=[USER], first=[USER | dict(content="a <|im_end|>")]), [SPELLED]),
         (dict(chat=True, prompt=[USER], first=[dict(role="system", content="<|im_end|>"), USER]), [SPELLED]),
         (dict(chat=True, tools=["calc"]), [TOOLS]),

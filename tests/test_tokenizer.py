@@ -23,6 +23,7 @@ from helpers.tokenizers import (
     FAMILIES,
     HERMES,
     LLAMA31,
+    SMOLLM2,
     SPELLED,
     STOP,
     THOUGHTS,
@@ -34,6 +35,7 @@ from helpers.tokenizers import (
     llama3_like,
     mistral_like,
     qwen_like,
+    smollm2_like,
     texts,
     tool,
     tooled,
@@ -80,10 +82,6 @@ def test_gpt2_without_its_files(monkeypatch, tmp_path, error):
     assert_refused("set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=bytes", get_tokenizer, "gpt2")
 
 
-# -----------------------------------------------------------------------------
-# Families of tokenizers, trained here on random words
-
-
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.__name__)
 def pair(request, tmp_path_factory):
     """-> ours and theirs, of one file."""
@@ -118,7 +116,7 @@ def test_special_tokens_are_never_text(name, pair, request):
         assert ours.decode([number]) == "" and ours.encode(token, special=True) == [number]
         for text in (token, f"a {token}b", token * 3):
             if type(ours.backend.model) is not models.Unigram:  # whose model makes </s> of its spelling
-                assert not reserved(ours, ours.encode_prompt(text)[len(ours.bos) :])
+                assert not reserved(ours, ours.encode(text))
             assert ours.encode(text, special=True).count(number) == text.count(token)
     assert ours.decode([ours.n_vocab, 10**9, *ours.encode("a"), ours.stop_token]) == "a"
     assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")
@@ -142,10 +140,6 @@ def test_a_stop_string_is_found_where_it_ends(pair, stops):
 def test_special_tokens_within_a_stop_string_do_not_hide_it():
     is_over, stop = BYTES.stopper(["ab"]), BYTES.stop_token
     assert is_over([*b"a", *[stop] * 9, *b"b"]) and not is_over([*b"a", *[stop] * 9])
-
-
-# -----------------------------------------------------------------------------
-# The files of a folder
 
 
 def small(tokens=(), merges=()):
@@ -198,6 +192,7 @@ def test_what_a_text_begins_with(tmp_path):
     by_config = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=config))
     plain = get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=config | dict(add_bos_token=False)))
     assert plain.encode_prompt("a<b>") == [*b"a<b>"] and by_config.encode_prompt("a<b>") == [257, *b"a<b>"]
+    assert by_config.encode_prompt("<b>a<b>") == [257, *b"a", 257]  # as somebody rendered it
     for unknown in (dict(add_bos_token=True), dict(add_bos_token=True, bos_token="<c>")):
         assert get_tokenizer(folder_of(tmp_path, spec, tokenizer_config=unknown)).encode_prompt("a") == [*b"a"]
     ends = [("<b>", 257), (END_OF_TEXT, 256)]
@@ -261,9 +256,6 @@ def test_files_that_are_no_tokenizer(tmp_path, said):
         get_tokenizer(folder_of(tmp_path, NO_TOKENIZER[said]))
 
 
-# -----------------------------------------------------------------------------
-# Chat
-
 LLAMA2 = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
@@ -271,6 +263,17 @@ LLAMA2 = (
 JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CHATS = dict(qwen3=(qwen_like, THOUGHTS), llama3=(llama3_like, LLAMA31), llama2=(llama2_like, LLAMA2))
 CHATS |= dict(mistral=(mistral_like, LLAMA2), unigram=(unigram, LLAMA2), joined=(qwen_like, JOINED))
+CHATS |= dict(qwen25=(qwen_like, HERMES), smollm2=(smollm2_like, SMOLLM2))
+PHI4 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
+GEMMA3 = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+CHATS |= dict(phi4=(qwen_like, PHI4), gemma3=(llama2_like, GEMMA3))
+MORE = dict(phi4=["<|im_sep|>"], gemma3=["<start_of_turn>", "<end_of_turn>"])
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +283,8 @@ def chats(tmp_path_factory):
     for name, (family, template) in CHATS.items():
         config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template)
         config |= dict(eos_token=STOP[family], bos_token="<s>")
-        folder = folder_of(tmp_path_factory.mktemp("chat"), family(), tokenizer_config=config)
+        spec = added(family(), *MORE.get(name, []))
+        folder = folder_of(tmp_path_factory.mktemp("chat"), spec, tokenizer_config=config)
         folders[name] = folder, get_tokenizer(folder)
     return folders
 
@@ -295,8 +299,15 @@ def test_prompts_are_those_of_transformers(chats, name):
         contents = rng.choices(["", "<", "> 3", "<tool_response>", *texts(300, spelled=False)], k=len(roles))
         contents = [rng.choice(["", " ", "\n"]) + content for content in contents]
         messages = [user(content, role) for content, role in zip(contents, roles, strict=True)]
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        assert ours.encode_prompt(messages) == expected
+        options = dict(add_generation_prompt=True, tokenize=False)
+        for begun in (None, "Let me\n<think>", "It is ", " ", *rng.choices(contents, k=2)):
+            if begun is not None:  # the last message is to be continued
+                messages = [*messages[: len(roles)], user(begun, "assistant")]
+                options = dict(continue_final_message=True, tokenize=False)
+            text = theirs.apply_chat_template(messages, **options)
+            expected = theirs(text, add_special_tokens=False).input_ids
+            assert ours.encode_prompt(messages) == expected
+            assert name == "joined" or ours.is_rendered(text) and ours.encode_prompt(text) == expected
 
 
 PARTS = [*SPELLED, "a", "user", " ", "\n", "<", "<|", "|", ">", "im_end|>", "<|im", "\u0338", "\ud800"]
@@ -376,9 +387,6 @@ BROKEN = [
 def test_templates_that_fail_or_reach_for_python(tmp_path, source):
     assert_refused("the chat template fails .[A-Z]", rendered, tmp_path, source)
 
-
-# -----------------------------------------------------------------------------
-# Tools, and what others say between two turns
 
 SCHEMA = {
     "type": "function",
@@ -489,9 +497,6 @@ def test_template_variables_are_those_of_transformers_and_travel(tmp_path):
         with pytest.raises(SnugError, match="chat template has no variable|has no chat template"):
             tokenizer.set_template_kwargs({name: False})
 
-
-# -----------------------------------------------------------------------------
-# The forms of calls, the end of a turn
 
 START = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.tool_calls %}"

@@ -43,14 +43,13 @@ class Scored(NamedTuple):
 def score(rollouts, episodes, prepared) -> Scored:
     """Decode, ask the reward functions, add up."""
     k, rows, completions = episodes.k, episodes.rows, episodes.finish(rollouts)
-    prompts = [row["prompt"] for row in rows for _ in range(k)]
     columns = repeat_columns(rows, k)
     arguments = columns | episodes.columns()
     arguments |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
-    scores = prepared.score(prompts, completions, arguments)
+    scores = prepared.score(episodes.prompts, completions, arguments)
     totals = scores.totals or [math.nan] * len(completions)  # a teacher needs no reward functions
     rewards = torch.tensor(totals).view(-1, prepared.settings.group_size)
-    columns |= scores.extra | dict(prompt=prompts)
+    columns |= scores.extra | dict(prompt=episodes.prompts)
     return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
 
 

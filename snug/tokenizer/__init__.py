@@ -10,7 +10,7 @@ tokenizer.json can have any kind: byte-level BPE (GPT-2, SmolLM2, Llama 3, Qwen)
 Unigram.
 
 Special tokens, such as <|endoftext|>, are ids and never text: text that spells one gets ordinary tokens. They decode to
-nothing. Only a chat template writes them (snug/tokenizer/chat.py).
+nothing. Only a chat template writes them (snug/tokenizer/chat.py), or a prompt of text that somebody rendered by one.
 
 Left out: training a tokenizer; special tokens after a text, such as BERT's [SEP], because a prompt is continued; a
 model that itself makes special tokens of text, as some Unigram models do.
@@ -19,6 +19,7 @@ Tests: tests/test_tokenizer.py.
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Sequence
 from datetime import date
@@ -54,7 +55,7 @@ class Tokenizer:
     name         "bytes", "gpt2", or "tokenizer.json@" and the first 12 hex digits of the file's SHA-256
     n_vocab      ids are 0 .. n_vocab - 1; there may be ids without a token
     stop_tokens  ids that end a completion; stop_token is the first, which training teaches
-    special      {spelling: id} of the special tokens
+    special      {spelling: id} of the special tokens; spellings finds them
     bos          ids before a prompt of text
     files        {file name: bytes} to keep beside a checkpoint; empty for bytes and gpt2
     chat         writes messages as text; None without a chat template
@@ -81,9 +82,12 @@ class Tokenizer:
         self.special = {
             t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special
         }
+        # The longest spelling at the leftmost place, as `tokenizers` finds it.
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Text -> ids, never of special tokens: a prompt that spells <|endoftext|> gets those 13 characters.
+        """Text -> ids, never of special tokens: text that spells <|endoftext|> gets those 13 characters.
 
         special=True: text that spells a special token becomes that token. A lone surrogate such as "\\ud800", which
         UTF-8 cannot carry, becomes U+FFFD.
@@ -92,14 +96,22 @@ class Tokenizer:
             self.backend.encode_special_tokens = not special
             return self.backend.encode(well_formed(text), add_special_tokens=False).ids
 
-    def encode_prompt(self, prompt: str | list[dict], before=()) -> list[int]:
+    def is_rendered(self, prompt: str | list[dict]) -> bool:
+        """Is it text that spells special tokens to be read? Without a chat template it has to begin with one."""
+        find = self.spellings.search if self.chat else self.spellings.match
+        return isinstance(prompt, str) and bool(find(prompt))
+
+    def encode_prompt(self, prompt: str | list[dict], before=(), special=True) -> list[int]:
         """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
 
-        Text gets the tokenizer's bos ids in front. The chat template writes messages and opens the answer; special
-        tokens come from the template, never from a content. before: as for Chat.render. Raises SnugError.
+        Text gets the tokenizer's bos ids in front; what is_rendered gets the ids that transformers'
+        `tokenizer(text, add_special_tokens=False)` gives. special=False: it is a text as any other.
+        The chat template writes messages, and opens the answer or goes on with it; special tokens come from the
+        template, never from a content. before: as for Chat.render. Raises SnugError.
         """
         if isinstance(prompt, str):
-            return [*self.bos, *self.encode(prompt)]
+            special = special and self.is_rendered(prompt)
+            return self.bos * (not special) + self.encode(prompt, special)
         if self.chat is None:
             raise SnugError(
                 f"messages need a chat template, which tokenizer={self.name} lacks: name a model such as "
@@ -109,7 +121,7 @@ class Tokenizer:
         if BREAK not in text:
             return self.encode(text, special=True)
         ids = []
-        for piece in self.chat.spellings.split(text):
+        for piece in self.spellings.split(text):
             for part in piece.replace(BREAK, "").split(CUT):
                 ids += self.encode(part, special=piece in self.special)
         return ids
@@ -254,7 +266,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
     if day := files.get(DATE):
         names["strftime_now"] = date.fromisoformat(day.decode()).strftime
     if template:
-        tokenizer.chat = Chat(template, names, tokenizer.special)
+        tokenizer.chat = Chat(template, names, tokenizer.spellings)
         written = tokenizer.special.get(tokenizer.chat.end)
         if written not in (None, *stop_tokens):
             tokenizer.stop_tokens += (written,)  # behind an answer, by the template

@@ -42,17 +42,14 @@ FORMS = {  # what a template writes for CALL
 
 
 class Chat:
-    """source: the template. names: {"bos_token": "<s>", ...}, its variables. special: spellings of special tokens.
+    """source: the template. names: {"bos_token": "<s>", ...}, its variables. spellings: of special tokens, a pattern.
 
     tools: JSON schemas of functions (data/tools.py) that the template describes to the model; None: no tools.
     """
 
-    def __init__(self, source: str, names: dict, special):
-        self.source, self.tools = source, None
+    def __init__(self, source: str, names: dict, spellings):
+        self.source, self.tools, self.spellings = source, None, spellings
         self.variables = dict(raise_exception=raise_exception, strftime_now=DAY.strftime) | names
-        # The longest spelling at the leftmost place, as `tokenizers` finds it.
-        longest_first = sorted(special, key=len, reverse=True)
-        self.spellings = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def set_defaults(self, variables):
         """Values of the template's variables, where the caller gives none. They become part of `source`.
@@ -106,22 +103,30 @@ class Chat:
         """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
         special token.
 
-        before=TURN: only what it writes behind END. opens: with the beginning of an answer. Raises SnugError for
-        a template that fails.
+        before=TURN: only what it writes behind END. opens: with the beginning of an answer; the last message is it, if
+        it is the assistant's (transformers' continue_final_message). Raises SnugError for a template that fails.
         """
         if self.tools and opens:
             _ = self.call_form  # it refuses a form that is not read here
+        messages, begun = [*before, *map(self.broken, messages)], ""
+        goes_on = opens and messages[-1]["role"] == "assistant"
+        if goes_on:
+            begun = messages[-1]["content"]
+            messages[-1]["content"] += END + " "
         with in_one_line("the chat template fails"):
             text = compiled(self.source).render(
                 self.variables,
-                messages=[*before, *map(self.broken, messages)],
+                messages=messages,
                 tools=self.tools,
                 documents=None,
-                add_generation_prompt=opens,
+                add_generation_prompt=opens and not goes_on,
             )
-        if before and END not in text:
+        head, end, tail = text.rpartition(END)
+        if (before or goes_on) and not end or begun.strip() not in head:
             raise SnugError("the chat template fails (it leaves out a message)")
-        return text.rpartition(END)[2]
+        if goes_on:  # a template may strip contents
+            return head if tail.startswith(" ") else head.rstrip()
+        return tail
 
     def broken(self, message) -> dict:
         """The message with breaks in its texts, such as content and name."""

@@ -157,7 +157,7 @@ def assert_same_weights(ours, theirs, atol):
 class Hex:
     name, stop_tokens, n_vocab = "hex", (3,), 16
     decode = lambda self, ids: "".join(f"{i:x}" for i in ids if i != 3)  # noqa: E731
-    encode_prompt = lambda self, text: [int(digit, 16) for digit in text]  # noqa: E731
+    encode_prompt = lambda self, text, special=True: [int(digit, 16) for digit in text]  # noqa: E731
     stopper = lambda self, text: None  # noqa: E731
 
 
