@@ -292,5 +292,5 @@ def test_the_readmes_python_trains_samples_and_evaluates(there, monkeypatch, cap
     others = ", ".join(f'{{"prompt": "What is {a} + 3?"}}' for a in range(60))
     names = {}
     exec(block_with("README.md", "def short("), names)
-    exec(block_with("README.md", "from grpo import train").replace("…", others), names)
+    exec(block_with("README.md", "from snug import train").replace("…", others), names)
     assert names["run"].finished and len(names["run"].log) == 1
