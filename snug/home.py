@@ -1,9 +1,9 @@
 """Where grpo.py, data/ and the other files of the clone are, and how they are imported from a user's own repository.
 
-A script of the clone imports `data` and `model`, since Python looks in the script's folder first. In a user's repository
-these names may be the user's. There the same files are modules below this one: snug.home.data, snug.home.model. What
-they import by the short names, they get from here; what the user's modules import, they get as ever. A wheel carries
-the files in snug/clone/.
+A script of the clone imports `data` and `model`, since Python looks in the script's folder first. In a user's own
+repository these names may be the user's. There the same files are modules below this one: snug.home.data,
+snug.home.model. What they import by the short names, they get from here; what the user's modules import, they get as
+ever. A wheel carries the files in snug/clone/.
 
     snug grpo CONFIG --name=value       # python grpo.py CONFIG --name=value
     from snug import train              # grpo.train, in a script or a notebook

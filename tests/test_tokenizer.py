@@ -242,11 +242,14 @@ def test_names_of_no_tokenizer(name):
     assert_refused("is not one of bytes, gpt2, or a folder that has a tokenizer.json", get_tokenizer, name)
 
 
+PANICS = json.loads(json.dumps(llama3_like()))  # in Rust: a BaseException, and no Exception
+PANICS["post_processor"]["single"][0]["SpecialToken"]["id"] = "[NONE]"
 NO_TOKENIZER = {  # what is said: tokenizer.json
     "ValueError: Cannot instantiate": b"",
     "ValueError: Cannot instantiate Tokenizer from buffer: invalid type": b"[" * 100_000,
     "ValueError: Cannot instantiate Tokenizer from buffer: Model missing": b"{}",
     "no added token ends a completion": small() | dict(added_tokens=[]),
+    "PanicException: no entry found for key": PANICS,
 }
 
 

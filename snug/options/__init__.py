@@ -341,7 +341,10 @@ def in_one_line(problem: str):
     """If a library fails on a damaged file, raise a SnugError: problem (error's type: error's text)."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # of a library in Rust
+        if not (isinstance(error, Exception) or is_panic):
+            raise
         raise SnugError(f"{problem} ({described(error)[:300]})") from None
 
 

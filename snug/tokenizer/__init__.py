@@ -261,10 +261,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
-    probe = backend.encode("a")
-    texts = {key: v.get("content") if isinstance(v, dict) else v for key, v in config.items()}
-    # {"eos_token": "<|endoftext|>", ...}
-    names = {key: v for key, v in texts.items() if key.endswith("_token") and isinstance(v, str)}
+    probe, names = backend.encode("a"), token_names(config)
     end = backend.token_to_id(names.get("eos_token", ""))
     eos = model.get("eos_token_id") if end is None else end
     stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
@@ -306,3 +303,9 @@ def stop_ids(backend, values):
             "no added token ends a completion; name one as eos_token in tokenizer_config.json"
         )
     return tuple(dict.fromkeys(known))
+
+
+def token_names(config):
+    """A tokenizer_config.json -> {"eos_token": "<|endoftext|>", ...}."""
+    config = {key: v.get("content") if isinstance(v, dict) else v for key, v in config.items()}
+    return {key: v for key, v in config.items() if key.endswith("_token") and isinstance(v, str)}
