@@ -46,8 +46,8 @@ VARIANTS = {
     "the KL without a ratio": dict(kl_estimator="k3_no_ratio"),
     "truncated importance": dict(importance_sampling_cap=1.1),
     "truncated completions masked": dict(mask_truncated_completions=True, loss_type="grpo"),
-    "bnpo": dict(loss_type="bnpo"),
 }
+VARIANTS |= {name: dict(loss_type=name) for name in LOSSES if name not in VARIANTS}
 
 
 def plain_loss(model, rollouts, select, settings):

@@ -169,7 +169,7 @@ def test_policy_loss_equals_the_loop(loss_type, level, variant):
     expected, clips, k3 = slow_loss(case, logprobs, options)
     assert float(value) == pytest.approx(expected.real, abs=1e-12)
     assert float(metrics["clip_fraction"]) == pytest.approx(clips, abs=1e-7)
-    assert (clips == 0) == (loss_type == "sapo")
+    assert clips or LOSSES[loss_type].surrogate not in ("clipped", "cispo")
     assert float(metrics["kl"]) == pytest.approx(k3, abs=1e-12)
     steps = ([x + 1e-30j * (i == j) for j, x in enumerate(logprobs)] for i in range(33))
     slow = [slow_loss(case, step, options)[0].imag / 1e-30 for step in steps]
@@ -270,7 +270,7 @@ def test_the_page_has_a_row_for_each_loss():
     divisors = {name: text for name, text in rows if name in LOSSES}
     assert list(divisors) == list(LOSSES)
     pairs = {(LOSSES[name].average, divisors.get(text[4:-1], text)) for name, text in divisors.items()}
-    assert len(pairs) == len({average for average, _ in pairs}) == len({text for _, text in pairs}) == 5
+    assert len(pairs) == len({average for average, _ in pairs}) == len({text for _, text in pairs})
     assert {spec.surrogate for spec in (*LOSSES.values(), OWN_LOSS)} == loss.SURROGATES.keys()
 
 

@@ -10,7 +10,7 @@ from batch import Cut
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import BUDGETS, WAYS, K, N, assert_same_gradient, gradient, make_rollouts
 from padded import a_few, padded
-from settings import GRPOSettings
+from settings import LOSSES, GRPOSettings
 from snug import lora
 from snug.memory.ledger import LiveBytes
 from training import frozen
@@ -32,6 +32,7 @@ VARIANTS = {
     "completions filtered, dapo": dict(mask_truncated_completions=True, beta=0.1),
     "SFT": None,
 }
+VARIANTS |= {name: dict(loss_type=name) for name in LOSSES if name not in VARIANTS}
 SHAPES = ["gpt2", "llama"]
 
 

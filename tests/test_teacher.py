@@ -19,7 +19,7 @@ from loss import policy_loss
 from padded import a_few, padded
 from runs.log import read_lines, read_log
 from runs.prepare import prepare
-from settings import GRPOSettings, SFTSettings
+from settings import LOSSES, GRPOSettings, SFTSettings
 from snug import lora
 from snug.device.host import HOST, stream_from_host
 from snug.device.kinds import MIB
@@ -134,13 +134,10 @@ def test_sampled_advantages_by_hand():
     assert float(metrics["divergence"]) == pytest.approx((-0.4 + 2 + 0) / 3)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo"])
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     """Beside every loss: the gradient for the divergence is teacher_coef times that of a token's weight."""
-    level = "sequence" if loss_type == "luspo" else "token"
-    options = GRPOSettings(loss_type=loss_type, importance_sampling_level=level, teacher_coef=0.3, max_new_tokens=12)
-    if loss_type == "cispo":
-        options.epsilon_high = 5.0
+    options = GRPOSettings(loss_type=loss_type, epsilon_high=5.0, teacher_coef=0.3, max_new_tokens=12)
     lengths = torch.tensor([5, 1, 3])
     sequence = torch.arange(3).repeat_interleave(lengths)
     logprobs = -torch.rand(9, dtype=F64)
@@ -149,10 +146,9 @@ def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     arguments = logprobs, logprobs + 0.1, torch.zeros(3, dtype=F64), sequence, lengths
     loss, metrics = policy_loss(*arguments, options=options, divergence=apart, **counts)
     loss.backward()
-    weights = dict.fromkeys(("dapo", "cispo"), [1 / 20] * 9) | dict(bnpo=[1 / 9] * 9, luspo=[1 / 4] * 9)
-    weights |= dict.fromkeys(("grpo", "sapo"), [1 / 20] * 5 + [1 / 4] + [1 / 12] * 3)
-    weights["dr_grpo"] = [1 / 48] * 9
-    assert apart.grad.tolist() == pytest.approx([0.3 * weight for weight in weights[loss_type]])
+    weights = dict(token=[1 / 20] * 9, sequence=[1 / 20] * 5 + [1 / 4] + [1 / 12] * 3, constant=[1 / 48] * 9)
+    weights |= {"micro-batch": [1 / 9] * 9, "sum": [1 / 4] * 9}
+    assert apart.grad.tolist() == pytest.approx([0.3 * weight for weight in weights[LOSSES[loss_type].average]])
     assert float(metrics["divergence"]) == pytest.approx(float(apart.sum()) / 20)
 
 

@@ -25,7 +25,7 @@ from helpers import HOME  # noqa: E402
 from helpers.families import their_model  # noqa: E402
 from helpers.tokenizers import END_OF_TEXT, folder_of, qwen_like  # noqa: E402
 from loss import policy_loss  # noqa: E402
-from settings import GRPOSettings  # noqa: E402
+from settings import LOSSES, GRPOSettings  # noqa: E402
 from snug.options import SnugError  # noqa: E402
 
 LENGTHS = [5, 1, 9, 3, 7, 2]
@@ -121,9 +121,11 @@ VARIANTS += [dict(cap=1.2, beta=0.04, kl_estimator="k3_no_ratio")]
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"])
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_loss_and_gradient_are_those_of_trl(loss_type, level, variant):
     """One micro-batch a step, and one of two, in float64 to 1e-6 (they agree to rounding)."""
+    if f'"{loss_type}"' not in inspect.getsource(GRPOTrainer._compute_loss):
+        pytest.skip("TRL has no such loss")
     options = variant | dict(loss_type=loss_type, importance_sampling_level=level)
     if loss_type == "cispo":
         options |= dict(epsilon_high=1.1)
