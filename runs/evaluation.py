@@ -41,8 +41,8 @@ def prepare_evaluation(
     settings.check_rewards()
     settings.init_from = str(folder)
     settings.out_dir = f"{found.path}/evaluation"  # nothing is written there
-    # That of a run is the run's, whatever model is asked.
-    chosen = given | {"max_new_tokens"} if run.task else given
+    # Those of a run are the run's, whatever model is asked.
+    chosen = given | {"task", "max_new_tokens"} if run.task else given
     prepared = prepare(settings, chosen, functions)
     same_file = getattr(settings, "data_file", "") == getattr(run, "data_file", None)
     if same_file and not settings.test_file and prepared.task.fingerprint() != found.state["data"]:

@@ -133,6 +133,12 @@ def prepare(
     if resume:
         refuse_changes(settings, task, resume, before)
     origin, warm_start = find_origin(settings, resume, config)
+    was = origin and not resume and origin.state["settings"]["task"]
+    if was and "task" not in chosen and was != settings.task == GRPOSettings.task:
+        raise SnugError(
+            f"init_from={settings.init_from} was trained on task {was}, this run's task is {settings.task}; "
+            f"add --task={was}"
+        )
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
     toolbox = make_toolbox(settings, tokenizer, functions)
     needed = isinstance(settings, GRPOSettings) and not settings.teacher

@@ -216,7 +216,7 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert load_reward_function("snug_test_rewards:is_short", {}, [])(["1"], ["2"]) == [1.0]
     for spec, message in {
-        "snug_test_rewards:is_shrt": "has no function is_shrt; did you mean is_short?",
+        "snug_test_rewards:is_shrt": "has no function or class is_shrt; did you mean is_short?",
         "snug_test_rewards:wants": "missing a required argument: 'solution'; it must take **columns, and the rows have prompt, answer",
         "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns",
         "Qwen/Qwen-RM": "write module:function, such as my_rewards:is_short",

@@ -117,6 +117,10 @@ def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, c
     assert len(lines) == 2 and all(line[4] == "=" for line in lines)
     again = [f"--resume={run}", "--task=my_letters:Letters", "--length=5"]
     assert_refused("length was 4, is 5", prepare, *read_settings(GRPOSettings, again)[:2])
+    fresh = [f"--init_from={run}", "--out_dir=out/b", "--max_new_tokens=4"]
+    said = f"^init_from={run} was trained on task my_letters:Letters, .* addition; add --task=my_letters:Letters$"
+    assert_refused(said, prepare, *read_settings(GRPOSettings, fresh)[:2])
+    assert prepare(*read_settings(GRPOSettings, [*fresh, "--task=addition", "--digits=1"])[:2]).settings.digits == 1
     with refusal("unknown option digits; it is an option of --task=addition"):
         prepare(*read_settings(GRPOSettings, [f"--resume={run}", "--digits=4"])[:2])
 
@@ -149,7 +153,7 @@ def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
         "my_letters": "'my_letters' is not one of addition, ",
         "my_letters:NoTask": "task='my_letters:NoTask' is no task; derive the class from snug.Task",
         "my_letters:dataclass": "is no task",
-        "my_letters:Leters": "has no function Leters; did you mean Letters?",
+        "my_letters:Leters": "has no function or class Leters; did you mean Letters?",
         "no_such:Task": "no module no_such",
         "my_letters:Bare": "its options must be a dataclass of fields such as ",
         "my_letters:Listed": "its options must be a dataclass of fields such as ",

@@ -16,7 +16,7 @@ from runs.fork import ForkSettings
 from runs.prepare import prepare
 from settings import RULES, EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug import options
-from snug.options import SnugError, make_settings, read_settings
+from snug.options import SnugError, fields, make_settings, read_settings
 
 CLASSES = (SFTSettings, GRPOSettings, SampleSettings, EvaluateSettings)
 EVERY_OPTION = [(cls, name) for cls in (*CLASSES, *map(GRPOSettings.with_task, TASKS)) for name in options.fields(cls)]
@@ -116,7 +116,8 @@ def test_other_words_than_the_choices_are_refused():
 def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
     assert refused(read_settings, cls, ["--sede=1"]) == "unknown option --sede; did you mean seed?"
     assert refused(read_settings, cls, ["--see=1"]) == "unknown option --see; did you mean seed?"  # no abbreviations
-    assert refused(read_settings, cls, ["--qqq=1"]) == "unknown option --qqq; --help=all lists all options"
+    of_task = ", with --task=NAME its own too" if "task" in fields(cls) else ""
+    assert refused(read_settings, cls, ["--qqq=1"]) == f"unknown option --qqq; --help=all lists all options{of_task}"
     path = config(tmp_path, "'''why'''\n\nsede = 3\n")
     assert refused(read_config, cls, path) == f"unknown option {path}:3: sede; did you mean seed?"
 

@@ -95,7 +95,7 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
         load_tools(["calc", "python", "snug_test_tools:calc"])
     for spec, message in {
         "calk": "write calc, python, or module:function, such as my_tools:search",
-        "snug_test_tools:cal": "snug_test_tools has no function cal; did you mean calc",
+        "snug_test_tools:cal": "snug_test_tools has no function or class cal; did you mean calc",
         "snug_test_absent:f": "no module snug_test_absent in",
     }.items():
         assert_refused(f"tools='{spec}': {message}", load_tools, [spec])

@@ -241,8 +241,9 @@ def answer_to(word: str, known: Iterable[str]) -> str:
 
 def unknown_option(cls, name: str, shown: str) -> SnugError:
     """shown: the name as the user wrote it."""
-    hint = cls.hint(name) if hasattr(cls, "hint") else ""
-    hint = hint or answer_to(name, fields(cls)) or "; --help=all lists all options"
+    has_task = hasattr(cls, "hint")
+    hint = (cls.hint(name) if has_task else "") or answer_to(name, fields(cls))
+    hint = hint or "; --help=all lists all options" + ", with --task=NAME its own too" * has_task
     return SnugError(f"unknown option {shown}{hint}")
 
 

@@ -238,8 +238,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         if "tokenizer.json" in files:
             return tokenizer_of(folder, files)
     raise SnugError(
-        f"tokenizer={name!r} is not one of bytes, gpt2, or a folder that has a tokenizer.json "
-        "(AutoTokenizer of transformers makes one of a tokenizer.model)"
+        f"{name!r} has no tokenizer.json (AutoTokenizer of transformers makes one of a tokenizer.model), and is not "
+        "bytes or gpt2"
     )
 
 
