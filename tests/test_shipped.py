@@ -115,6 +115,7 @@ MODULES = {  # the user's: where the texts have them
     "my_rewards": ("README.md", "def short("),
     "my_tools": ("docs/tools.md", "def search("),
     "my_game": ("docs/tools.md", "class Game"),
+    "my_tasks": ("CONTRIBUTING.md", "class Letters("),
     "my_losses": ("docs/algorithm.md", "def tight("),
 }
 
