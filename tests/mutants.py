@@ -265,7 +265,7 @@ MUTANTS = [
     ("epsilon_high ignored", "settings.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
     ("losses: your own by parts of sequences", "settings.py", " or self.loss is OWN_LOSS", "", "test_loss.py"),
     ("init_from: another task's model trains on the default one", "runs/prepare.py", "    if was and ", "    if False and ", "test_own_task.py"),
-    ("evaluations: a pair's first model is refused for its task", "runs/evaluation.py", '{"task", "max_new', '{"max_new', "test_evaluate.py"),
+    ("evaluations: a pair's first model is refused for its task", "runs/evaluation.py", '{"task", "max_new', '{"max_new', "test_pairs.py"),
     ("losses: your own is looked for late", "runs/prepare.py", "settings.loss is OWN_LOSS:", "False:", "test_commands.py"),
     ("a budget cuts what depends on the cut", "settings.py", '== "micro-batch"', '== "none"', "test_plan.py"),
     ("rules: a misspelt option", "settings.py", "grad_offload=False", "grad_ofload=False", "test_settings.py"),
