@@ -250,12 +250,11 @@ class Sequences:
     tokens: torch.Tensor  # (N, T)
     prompt_lengths: torch.Tensor  # (N,)
     completion_lengths: torch.Tensor  # (N,)
-    mask: torch.Tensor | None = None  # (N, T_c), 0 where a completion is not learned from
 
     @classmethod
-    def from_lists(cls, prompts, completions, device="cpu", mask=None):
+    def from_lists(cls, prompts, completions, device="cpu"):
         """Lists of lists of ids -> Sequences. Completions carry their stop token."""
         rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         lengths = [torch.tensor(list(map(len, part)), device=device) for part in (prompts, completions)]
-        return cls(tokens, *lengths, mask)
+        return cls(tokens, *lengths)

@@ -209,8 +209,9 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
     repeated = [prompt for prompt in prompts for _ in range(k)]
     completions = [ids[:n] for ids, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return Rollouts(
-        **vars(Sequences.from_lists(repeated, completions, device, mask.long())),
+        **vars(Sequences.from_lists(repeated, completions, device)),
         sampling_logprobs=logprobs[:, :T_c] * mask,
+        mask=mask.long(),
         stopped=stopped.bool(),
     )
 

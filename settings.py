@@ -105,9 +105,7 @@ class LogOptions:
 class TrainOptions:
     """The optimizer step of SFT and GRPO."""
 
-    learning_rate: float = option(
-        1e-3, "peak learning rate; of a Hugging Face model 1e-6, with LoRA 1e-5"
-    )
+    learning_rate: float = option(1e-3, "peak learning rate")
     lr_schedule: str = option(
         "constant",
         "after the warmup; linear and cosine end at 0",
@@ -426,13 +424,12 @@ class SFTSettings(LoopSettings):
     """Supervised fine-tuning on a task's demonstrations: the options of train_sft.py."""
 
     usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
-    learning_rate lr_schedule lora_rank task assistant_turns tokenizer n_layer n_embd block_size
+    learning_rate lr_schedule lora_rank task tokenizer n_layer n_embd block_size
     max_tokens_per_micro_batch memory_budget_gb plan"""
 
     out_dir: str = option("out/sft", "the run's folder")
     max_iters: int = option(500, "optimizer steps", minimum=1)
     batch_size: int = option(128, "demonstrations per optimizer step", minimum=1)
-    assistant_turns: str = option("all", "of messages: which to learn", choices=("all", "last"))
 
     # What GRPO's options are for SFT: one completion of a prompt, in evaluations, as long as the task's longest answer;
     # an iteration is a step; there is no second model.

@@ -17,21 +17,19 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         speak()
         prepared = prepare_from(SFTSettings, sys.argv[1:])
 
-import torch
+import random
 
-from batch import Cut, make_micro_batch
+from batch import Cut, Sequences, make_micro_batch
 from model import autocast
 from snug.logprobs import head_loss
 from snug.memory.ledger import component
 from training import notebook
-from training.demonstrations import demonstrations
 from training.loop import run
 from training.optimizer import learning_rate_at
 
 
 def main(prepared):
     """Train, log and save as the settings say -> False if it was stopped."""
-    prepared.held_out = held_out_loss
     return run(prepared, "SFT", iterate)
 
 
@@ -64,16 +62,15 @@ def iterate(iteration, training, make_batch=None):
     return record, ()
 
 
-@torch.no_grad()
-def held_out_loss(training) -> dict:
-    """The loss on held-out demonstrations, in micro-batches of at most a step's tokens."""
-    settings, limits = training.settings, training.limits
-    batch = demonstrations(0, training, "test", settings.eval_prompts)
-    most = settings.tokens_per_step(*training.prepared.longest())
-    cut = Cut(batch, 0, limits.max_tokens_per_micro_batch or most, 1, training.processes)
-    with training.meter.phase("eval"):
-        loss = accumulate_gradient(training.model, batch, cut, settings)["loss"]
-    return dict(eval_loss=sum(training.processes.from_all_ranks(lambda: loss)))
+def demonstrations(iteration, training) -> Sequences:
+    """The batch of an iteration, a function of (seed, iteration). The stop token is learned too."""
+    task, tokenizer = training.prepared.task, training.prepared.tokenizer
+    P, seed = training.settings.batch_size, training.settings.seed
+    rows = task.prompts("train", range(iteration * P, (iteration + 1) * P))
+    rng = random.Random(f"demonstrations {seed} {iteration}")
+    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
+    answers = [tokenizer.encode(task.demonstration(row, rng)) + [tokenizer.stop_token] for row in rows]
+    return Sequences.from_lists(prompts, answers, training.model.device)
 
 
 @component("backward")  # the name in --plan's table: autograd's tensors while backward runs
@@ -92,8 +89,7 @@ def accumulate_gradient(model, batch, cut, settings):
             share, _, entropies = head_loss(
                 hidden, model.lm_head_weight, micro.targets, token_loss, **options
             )
-        if share.requires_grad:
-            share.backward()
+        share.backward()
         loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
     return dict(loss=float(loss), entropy=float(entropy))
 

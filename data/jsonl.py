@@ -11,8 +11,7 @@ message of it is the demonstration.
 answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. If reward_funcs score, the answer may be anything, or missing.
-demonstration: what train_sft.py learns, if not the answer; a column completion, text or one message, is it too. All
-other columns go to the reward functions.
+demonstration: what train_sft.py learns, if not the answer. All other columns go to the reward functions.
 prompt_column and answer_column name the first two if they have other names in your file. Reward functions get these
 columns under both names. A message's role is system, developer, user, assistant or tool.
 
@@ -87,9 +86,6 @@ class Jsonl(FileTask):
                 row["prompt"] = prompt = asked
                 self.answered += not self.demonstrates
                 row["demonstration"] = row.get("demonstration") or last
-        match value:
-            case {"completion": str(text) | [{"content": str(text)}]} if "answer" not in row:
-                row.setdefault("demonstration", text)
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")
         if taken := ARGUMENTS & row.keys():

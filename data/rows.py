@@ -1,8 +1,7 @@
 """Tasks whose problems are the rows of a file: splits, epochs, and checks of each row.
 
 data_file has the training rows and test_file the held-out rows. Without test_file, a hash of each row's identity holds
-out one in ten of data_file's rows; with eval_prompts=0 none. An environment makes other problems of one prompt: there
-the identity is all columns. In a small file, the next rows in the order of their hashes are held out too, until
+out one in ten of data_file's rows. In a small file, the next rows in the order of their hashes are held out too, until
 these are a fifth or ENOUGH: of 30 rows with one in the tenth, 5 more.
 
 Every row is checked before anything else; errors name file and line. files.py says what a file may be.
@@ -13,7 +12,7 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from data.files import read_file
 from data.task import Task, hash_of, split_of
@@ -87,8 +86,6 @@ class FileTask(Task):
             raise SnugError(
                 f"task={settings.task!r} needs data_file, such as --data_file=prompts.jsonl{self.remedy}"
             )
-        if settings.environment:
-            self.identity = partial(json.dumps, sort_keys=True)
         rows, self.rows = self.read(path), {"train": [], "test": []}
         if settings.test_file:
             self.rows = {"train": rows, "test": self.read(settings.test_file)}
@@ -98,13 +95,12 @@ class FileTask(Task):
                     f"test_file={settings.test_file} has {len(shared)} prompts of data_file, such as "
                     f"{min(shared)!r:.60}; remove them"
                 )
-        elif not settings.eval_prompts:
-            self.rows["train"] = rows
         else:
             ranks = [(split_of(text), hash_of(text)) for text in map(self.identity, rows)]  # test first
             held_out = {*sorted(ranks)[: min(len(rows) // 5, ENOUGH)]} | {
                 rank for rank in ranks if rank[0] == "test"
             }
+            held_out.discard(max(ranks))  # one is to train
             for row, rank in zip(rows, ranks, strict=True):
                 self.rows["test" if rank in held_out else "train"].append(row)
         # A row has None where it lacks a column of others.
@@ -127,9 +123,8 @@ class FileTask(Task):
 
     def tokens(self, row, encode):
         """-> how many its prompt and its demonstration have."""
-        with in_one_line(row.place):
-            prompt = encode(self.as_prompt(row["prompt"]))
-        return len(prompt), len(encode(self.demonstration(row, None), special=False))
+        answer = encode(self.demonstration(row, None), special=False)
+        return len(encode(self.as_prompt(row["prompt"]))), len(answer)
 
     def row(self, split, number):
         """Training rows come epoch by epoch, each in another order; test rows in the file's order, again and again."""
@@ -160,10 +155,8 @@ class FileTask(Task):
     def survey(self):
         for split, rows in self.rows.items():
             if not rows and (split == "train" or self.settings.eval_prompts):
-                everything = sum(self.data.values(), [])
                 raise SnugError(
-                    f"{self.file}: {len(everything)} rows, {len({*map(self.identity, everything)})} prompts; no row is in "
-                    f"the {split} split{self.dropped}; name a test_file, or eval_prompts=0"
+                    f"{self.file}: no row is in the {split} split{self.dropped}; name a test_file, or eval_prompts=0"
                 )
 
 

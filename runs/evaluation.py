@@ -44,11 +44,6 @@ def prepare_evaluation(
     # Those of a run are the run's, whatever model is asked.
     chosen = given | {"task", "max_new_tokens"} if run.task else given
     prepared = prepare(settings, chosen, functions)
-    same_file = getattr(settings, "data_file", "") == getattr(run, "data_file", None)
-    if same_file and not settings.test_file and prepared.task.fingerprint() != found.state["data"]:
-        raise SnugError(
-            f"{folder} held out other rows of {settings.data_file}, or with eval_prompts=0 none; give --test_file"
-        )
     prepared.settings.tokenizer = prepared.tokenizer.name
     path = prepared.origin.path
     place = path.parent

@@ -5,16 +5,18 @@ Left out: what only completions show (hints.py).
 
 from data.task import split_beginning
 from runs.prepare import Prepared
+from snug.pretrained.shapes import is_pretrained
 from snug.tokenizer import Tokenizer
+
+LARGE = 1e-4  # a learning rate that spoils all weights of a pretrained model soon
 
 
 def notes(prepared: Prepared) -> list[str]:
     """Of a run, or of an evaluation, which does not train."""
-    task, tokenizer = prepared.task, prepared.tokenizer
+    settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
     rows = sum(getattr(task, "rows", {}).values(), []) or [task.row("train", 0)]
     prompts = [task.as_prompt(row["prompt"]) for row in rows]
     lines, chat = unused_template(tokenizer, prompts), tokenizer.chat
-    lines = [prepared.note] * bool(prepared.note) + lines
     has_tools = prepared.toolbox and prepared.toolbox.schemas
     if has_tools and chat and (isinstance(prompts[0], str) or chat.call_form == "inline"):
         # Where a chat template describes no tools, a prompt has to.
@@ -33,6 +35,13 @@ def notes(prepared: Prepared) -> list[str]:
             lines.append(
                 f"{number:,} of {len(rows):,} prompts end with a message of the assistant: {what}"
             )
+    origin = prepared.origin
+    trains_all = origin and is_pretrained(origin.path) and not settings.lora_rank
+    if settings.max_iters and trains_all and settings.learning_rate > LARGE:
+        lines.append(
+            f"learning_rate={settings.learning_rate:g} for all weights of a pretrained model; usual are 1e-6 to 1e-5, "
+            "with --lora_rank=16 1e-5 to 1e-4"
+        )
     return lines
 
 

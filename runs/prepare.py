@@ -71,8 +71,6 @@ class Prepared:
     global_step: int = 0  # of the run, for reward functions
     toolbox: Toolbox | None = None  # what the model may call
     on_iteration: Callable | None = None
-    note: str = ""  # a default that the model decides
-    held_out: Callable | None = None  # of Training -> scores of an evaluation beside the rewards'
 
     def score(self, prompts: list, completions: list, columns: dict[str, list]) -> Scores:
         """Call the reward functions."""
@@ -96,8 +94,6 @@ class Prepared:
                 f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens in its chat template; raise it, or drop "
                 "such rows: --drop_long_prompts"
             )
-        if getattr(self.settings, "assistant_turns", "") == "all":
-            self.tokenizer.turns(prompt)
         return ids[-most:] if cut else ids  # [-0:] is all
 
     def longest(self):
@@ -237,13 +233,6 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str]):
     origin = prepared.origin
     if default and not prepared.resume and origin and is_pretrained(origin.path):
         settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
-    default = "learning_rate" not in chosen and settings.learning_rate == GRPOSettings.learning_rate
-    tuned = (prepared.warm_start or prepared).origin and prepared.tokenizer.files  # here, or by a run
-    if default and tuned and settings.max_iters and not prepared.resume:
-        settings.learning_rate = 1e-5 if settings.lora_rank else 1e-6  # TRL's
-        prepared.note = (
-            f"learning_rate={settings.learning_rate:g}, as you gave none and the model is pretrained"
-        )
     task.drop_long(prepared.tokenizer.encode_prompt, settings)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
@@ -318,7 +307,7 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
         names.add("init_from")
     differ = differences(before, settings, sorted(names))
     if task.fingerprint() != resume.state["data"]:
-        differ.append("data_file, test_file, eval_prompts=0 or the generators' package has changed")
+        differ.append("data_file, test_file or the generators' package has changed")
     refuse_others(resume.path, differ)
 
 
@@ -327,7 +316,6 @@ def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
     SnugError."""
     names = {"seed", "device", "parallel", "dtype", "enforce_eager", "plan", *settings.of_task()}
     names -= OF_DEMONSTRATIONS
-    names |= {"eval_prompts"}  # it holds out the same rows
     names |= {"memory_budget_gb"} if settings.memory_budget_gb else set()
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
     return prepare(*make_settings(SFTSettings, config, values))

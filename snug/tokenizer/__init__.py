@@ -126,23 +126,6 @@ class Tokenizer:
                 ids += self.encode(part, special=piece in self.special)
         return ids
 
-    def turns(self, prompt) -> list[int]:
-        """-> the places in encode_prompt(prompt) of the assistant's turns, each with the special token behind it.
-
-        Raises SnugError if a turn is not there, because the template writes what is before it in another way."""
-        ids, places = self.encode_prompt(prompt), []
-        for n, message in enumerate(prompt):
-            match message:
-                case {"role": "assistant"}:
-                    before, end = self.encode_prompt(prompt[:n]), self.special.get(self.chat.end)
-                    turn = ids[len(before) :]
-                    if before + turn != ids or end not in turn:
-                        raise SnugError(
-                            f"the chat template writes message {n + 1} in another way; add --assistant_turns=last"
-                        )
-                    places += range(len(before), len(before) + turn.index(end) + 1)
-        return places
-
     def encode_reply(self, messages, stopped: bool):
         """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
 
