@@ -268,7 +268,8 @@ def test_a_sample_has_the_question_of_its_messages_once(tmp_path):
     prepared.reward_funcs = [lambda log_extra, **_: log_extra("prompt", "abcd") or [1, 2, 3, 4]]
     rows = prepared.task.prompts("train", range(2))
     rollouts, episodes = grpo.sample_rows(make_model("gpt2", vocab_size=257), prepared, rows, 0)
-    rows[1]["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    episodes.prompts = [*episodes.prompts[:2], chat, chat]
     rollouts.advantages = torch.zeros(4)
     entropies = torch.zeros_like(rollouts.sampling_logprobs)
     samples = sample_records(grpo.score(rollouts, episodes, prepared), entropies, prepared.tokenizer, settings)

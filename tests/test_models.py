@@ -1,6 +1,7 @@
 """From a Hugging Face folder through a run and out again: model, tokenizer and chat template travel together."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
         shown = json.loads((tmp_path / "run" / "settings.json").read_text())
         settings = json.loads((newest(tmp_path / "run") / "state.json").read_text())["settings"]
         size = sum(p.numel() for p in load_run(tmp_path / "run").model.parameters())
-        assert shown == settings | dict(device="cpu", parameters=size)
+        assert shown == settings | dict(device="cpu", parameters=size, started_in=os.getcwd())
         assert {name: shown[name] for name in expected} == expected | dict(block_size=block_size)
     assert "resumed after 1 iterations\n" in capsys.readouterr().out
 

@@ -49,6 +49,7 @@ NOT_RUN = {  # what a command begins with: why it does not run here. Its file an
     "python -m pytest": "the tests themselves",
     "python tests/": "long forms of the tests",
     "python bench/": "test_bench.py runs them",
+    "python -m snug grpo": "test_package.py runs it",
     "python -m snug.sandbox.child": "Sandbox starts it, with a socket",
     "python -m runs.export": "a name within a sentence; others have arguments",
     "make ": "installs packages; what it runs afterwards is here",
