@@ -8,7 +8,7 @@ task.py says what a task is. tools.py has the functions that a model calls. Noth
 Tests: tests/test_data.py.
 """
 
-import importlib.util
+import importlib
 import inspect
 import os
 import sys
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from data.rewards import ARGUMENTS
 from data.task import NoOptions, Task
+from snug.home import HOME
 from snug.options import KINDS, OWN, SnugError, did_you_mean, fields, find_path, option, type_of
 
 TASKS = {  # the module in this folder -> its class
@@ -156,11 +157,14 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
     problem = f"{option}={spec!r}"
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
         raise SnugError(f"{problem}: {advice}")
-    ours = f"{__name__.removesuffix('data')}{module_name}"
-    if module_name.startswith("examples.") and importlib.util.find_spec(ours):
-        module_name = ours
-    file = find_path(f"{module_name.partition('.')[0]}.py", run)
-    folder = str(file.resolve().parent) if file.exists() else os.getcwd()
+    top, example = module_name.partition(".")[0], Path(f"{module_name.replace('.', '/')}.py")
+    if top == "examples" and (HOME / example).exists() and not example.exists():
+        module_name = f"{__name__.removesuffix('data')}{module_name}"
+    file = find_path(f"{top}.py", run).resolve()
+    is_users = (
+        file.exists() and file.parent != HOME
+    )  # not our model.py, where the user has a package of this name
+    folder = str(file.parent) if is_users else os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
     try:

@@ -16,7 +16,14 @@ from snug.pretrained.shapes import is_pretrained
 
 # An evaluation is a run that begins from `folder` and does not train.
 UNTRAINED = dict(
-    beta=0.0, teacher="", lora_rank=0, base_dtype="", resume="never", plan=False, max_iters=0
+    beta=0.0,
+    teacher="",
+    on_iteration="",
+    lora_rank=0,
+    base_dtype="",
+    resume="never",
+    plan=False,
+    max_iters=0,
 )
 
 

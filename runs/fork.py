@@ -51,6 +51,8 @@ class ForkSettings(GRPOSettings):
 
 def main(settings, given, folder: str):
     """Raises SnugError before anything is written if the run cannot go on like this."""
+    if odd := given & {"probe", "plan", "resume"}:
+        raise SnugError(f"a branch trains; leave out {', '.join(sorted(odd))}")
     changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
     run = prepare(*make_settings(GRPOSettings, "", changed | {"resume": folder})).settings
     starts = {iteration_of(path): path for path in checkpoints(folder)}

@@ -12,11 +12,11 @@ Tests: tests/test_package.py.
 """
 
 import builtins
-import runpy
 import sys
 from importlib import import_module
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE / "clone" if (HERE / "clone").exists() else HERE.parent
@@ -85,9 +85,9 @@ def command(name: str) -> str:
 
 def begun_as() -> str:
     """What this command's own usage line begins with."""
-    if begun_in_the_clone():
-        return f"python {sys.argv[0]}"
-    return f"snug {next(name for name in SCRIPTS if sys.argv[0] == str(HOME / SCRIPTS[name]))}"
+    names = {str(HOME / script): name for name, script in SCRIPTS.items()}
+    name = None if begun_in_the_clone() else names.get(sys.argv[0])
+    return f"snug {name}" if name else f"python {sys.argv[0]}"
 
 
 def main():
@@ -95,5 +95,9 @@ def main():
     if name not in SCRIPTS:
         print(f"usage: snug {{{','.join(SCRIPTS)}}} ...; snug grpo --help lists options")
         sys.exit(0 if name in ("--help", "-h") else 2)
-    del sys.argv[1]
-    runpy.run_path(str(HOME / SCRIPTS[name]), {"__builtins__": BUILTINS}, "__main__")
+    script = HOME / SCRIPTS[name]
+    sys.argv[:2] = [str(script)]
+    # Without __file__: a process that multiprocessing spawns would run the script by this name, and not find our files.
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__builtins__ = BUILTINS
+    exec(compile(script.read_bytes(), script, "exec"), vars(module))

@@ -113,7 +113,14 @@ class Mirror(Task):
 def distinct(completions, **columns):
     import data
     return [len(set(completion)) / data.LONGEST for completion in completions]
+
+def spawned(completions, **columns):
+    from multiprocessing import get_context
+    with get_context("spawn").Pool(1) as pool:
+        return pool.map(float, map(len, completions))
 """,
+    "loss/mine.py": "def zero(completions, **columns):\n    return [0.0] * len(completions)\n",
+    "examples/mine.py": "def one(completions, **columns):\n    return [1.0] * len(completions)\n",
     "script.py": """
 import sys
 import data
@@ -129,8 +136,9 @@ SMALL = dict(
 )
 OPTIONS = [f"--{name}={value}" for name, value in SMALL.items()]
 GRPO = ["-m", "snug", "grpo"]
+FUNCTIONS = "my_tasks:distinct,my_tasks:spawned,loss.mine:zero,examples.mine:one"
 LINES = {
-    "grpo": [*GRPO, "--task=my_tasks:Mirror", "--reward_funcs=my_tasks:distinct", "--max_iters=1", "--out_dir=out/mine", *OPTIONS],
+    "grpo": [*GRPO, "--task=my_tasks:Mirror", f"--reward_funcs={FUNCTIONS}", "--max_iters=1", "--out_dir=out/mine", *OPTIONS],
     "train": ["script.py"],
     "resume": [*GRPO, "--resume=out/mine", "--max_iters=2"],
     "shipped": [*GRPO, "grpo_lookup", "--tools=", "--init_from=", "--max_iters=1", "--reward_funcs=my_tasks:distinct", *OPTIONS],
@@ -145,6 +153,7 @@ LINES = {
 def test_commands_and_train_in_a_users_repository(installed, tmp_path, request):
     """Each command of the wheel, where files of the user have names of ours."""
     for name, text in MINE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(
             text.replace("SMALL", ", ".join(f"{key}={value!r}" for key, value in SMALL.items()))
         )

@@ -93,7 +93,7 @@ def find_path(path: str | Path, run: str | Path = "") -> Path:
 
 def started_in(run: str | Path) -> list[Path]:
     """The folder in which a run was started, if the run's folder says it."""
-    with suppress(OSError, ValueError, LookupError):
+    with suppress(OSError, ValueError, LookupError, TypeError):
         return [Path(json.loads(Path(run, "settings.json").read_text())["started_in"])]
     return []
 
@@ -201,8 +201,10 @@ def merge_options(cls, run, settings, given: set[str], **changes):
 def read_config(path: str) -> dict:
     """A file of `name = literal` lines -> {name: (file and line, value)}. Raises SnugError."""
     file, shipped = find_path(path), HOME / f"config/{path}.py"
+    if "/" not in path and not file.is_file() and shipped.exists():
+        file = shipped
     try:
-        tree = ast.parse((shipped if shipped.exists() else file).read_bytes())
+        tree = ast.parse(file.read_bytes())
     except OSError as error:
         configs = [
             *map(str, Path("config").glob("*.py")),

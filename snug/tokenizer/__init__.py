@@ -73,7 +73,7 @@ class Tokenizer:
         """backend: a tokenizers.Tokenizer."""
         self.name, self.backend = name, backend
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
-        self.bos, self.chat, self.files = [], None, {}
+        self.bos, self.chat, self.files, self.file = [], None, {}, name
         self.lock = threading.Lock()  # of the backend, from its flag to its ids
         self.n_vocab = 1 + max(backend.get_vocab().values())
         added = backend.get_added_tokens_decoder()
@@ -94,7 +94,8 @@ class Tokenizer:
         """
         with self.lock:
             self.backend.encode_special_tokens = not special
-            return self.backend.encode(well_formed(text), add_special_tokens=False).ids
+            with in_one_line(f"{self.file}: cannot encode a text of {len(text)} characters"):
+                return self.backend.encode(well_formed(text), add_special_tokens=False).ids
 
     def is_rendered(self, prompt: str | list[dict]) -> bool:
         """Is it text that spells special tokens to be read? Without a chat template it has to begin with one."""
@@ -250,6 +251,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
     stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
     digest = hashlib.sha256(files["tokenizer.json"]).hexdigest()
     tokenizer = Tokenizer(f"tokenizer.json@{digest[:12]}", backend, stop_tokens)
+    tokenizer.file = folder / "tokenizer.json"
     tokenizer.bos = probe.ids[: probe.special_tokens_mask.index(0)]
     begin = backend.token_to_id(names.get("bos_token", ""))
     if not tokenizer.bos and config.get("add_bos_token") and begin is not None:
