@@ -7,6 +7,7 @@ Test: pytest tests/test_layer_kernels.py
 import math
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from snug.kernels import LOG2E, constexpr, launch, tl, triton, uses_triton
 
@@ -87,6 +88,7 @@ class GatedUnit(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)

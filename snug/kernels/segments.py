@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from snug.device.kinds import kind_of
 from snug.kernels import flash, uses_triton
@@ -226,6 +227,7 @@ class Attend(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         q, k, v, y, lse = ctx.saved_tensors
         _, _, T, D = q.shape
