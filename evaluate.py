@@ -21,6 +21,7 @@ import math
 import sys
 from functools import partial
 from itertools import islice
+from operator import add
 from pathlib import Path
 from statistics import fmean
 
@@ -100,7 +101,7 @@ def sample_and_score(model, prepared, rows, group_size, **options):
     columns |= dict(stopped=stopped, completion_ids=ids)
     figures = dict(
         prompt=prompts,
-        completion=list(map(prepared.tokenizer.decode, ids)),
+        completion=list(map(add, episodes.begun, map(prepared.tokenizer.decode, ids))),
         answer=prepared.task.answers_of(completions, stopped),
         **score(prepared, prompts, completions, columns),
         **episodes.figures(),

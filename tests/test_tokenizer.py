@@ -322,6 +322,8 @@ def test_prompts_are_those_of_transformers(chats, name):
             expected = theirs(text, add_special_tokens=False).input_ids
             assert ours.encode_prompt(messages) == expected
             assert name == "joined" or ours.is_rendered(text) and ours.encode_prompt(text) == expected
+            within = f"a{text}"  # no template begins like this
+            assert ours.encode_prompt(within) == ours.bos + ours.encode(within, special=ours.is_rendered(within))
 
 
 PARTS = [*SPELLED, "a", "user", " ", "\n", "<", "<|", "|", ">", "im_end|>", "<|im", "\u0338", "\ud800"]

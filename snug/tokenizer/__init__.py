@@ -105,14 +105,15 @@ class Tokenizer:
     def encode_prompt(self, prompt: str | list[dict], before=(), special=True) -> list[int]:
         """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
 
-        Text gets the tokenizer's bos ids in front; what is_rendered gets the ids that transformers'
-        `tokenizer(text, add_special_tokens=False)` gives. special=False: it is a text as any other.
+        Text gets the tokenizer's bos ids in front, unless it begins with a special token: what a template rendered gets
+        the ids of transformers' `tokenizer(text, add_special_tokens=False)`. special=False: it is a text as any other.
         The chat template writes messages, and opens the answer or goes on with it; special tokens come from the
         template, never from a content. before: as for Chat.render. Raises SnugError.
         """
         if isinstance(prompt, str):
             special = special and self.is_rendered(prompt)
-            return self.bos * (not special) + self.encode(prompt, special)
+            begins = special and self.spellings.match(prompt)
+            return self.bos * (not begins) + self.encode(prompt, special)
         if self.chat is None:
             raise SnugError(
                 f"messages need a chat template, which tokenizer={self.name} lacks: name a model such as "
