@@ -90,7 +90,7 @@ def evaluated(mode):
     tokens = torch.zeros(2, 4, dtype=torch.long, device="gpu")
     rollouts = assemble([[1], [2, 3]], 1, (5, 7), tokens, torch.zeros(2, 4, device="gpu"), None, None)
     nothing = SimpleNamespace(rows=[dict(prompt="1+1=", answer="2")] * 2, k=1, columns=dict, figures=dict)
-    nothing.finish = lambda rollouts: ["2"] * 2
+    nothing.prompts, nothing.begun, nothing.finish = ["1+1="] * 2, [""] * 2, lambda rollouts: ["2"] * 2
     evaluate.sample_episodes = lambda *arguments, **options: (rollouts, nothing)
     with unset_fake_temporarily():
         prepared = prepare(SFTSettings(device="mps", task="addition", digits=1))
