@@ -161,10 +161,8 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
     if top == "examples" and (HOME / example).exists() and not example.exists():
         module_name = f"{__name__.removesuffix('data')}{module_name}"
     file = find_path(f"{top}.py", run).resolve()
-    is_users = (
-        file.exists() and file.parent != HOME
-    )  # not our model.py, where the user has a package of this name
-    folder = str(file.parent) if is_users else os.getcwd()
+    # Not our model.py, where the user has a package of this name
+    folder = str(file.parent) if file.exists() and file.parent != HOME else os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there hides no other module
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -25,6 +26,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """A fork leaves Ctrl-C to its branch, and then its process ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -187,7 +187,7 @@ MUTANTS = [
     ("PEFT: changed adapters go unnoticed", "runs/checkpoint.py", ' + "".join(map(sha256, adapters))', "", "test_adapters.py"),
     ("lora: another base goes unnoticed", "runs/checkpoint.py", 'identity(weights) == base["fingerprint"]', "True", "test_lora.py"),
     ("a resume takes another base", "runs/checkpoint.py", 'if init_from not in ("", checkpoint.state["settings"]["init_from"]):', "if False:", "test_lora.py"),
-    ("installed: our files import the user's data.py", "snug/home.py", "module.__builtins__ = BUILTINS", "pass", "test_package.py"),
+    ("installed: our files import the user's data.py", "snug/home.py", "module.__builtins__ = BUILTINS\n        super()", "super()", "test_package.py"),
     ("installed: the examples are not found", "data/__init__.py", "{__name__.removesuffix('data')}{module_name}", "{module_name}", "test_package.py"),
     ("Ctrl-C: a command by -m has a traceback", "runs/ctrl_c.py", 'sys.argv[0] == "-m" or ', "", "test_commands.py"),
     ("Ctrl-C: a user's script loses its traceback", "runs/ctrl_c.py", 'if sys.argv[0] == "-m" or', "if True or", "test_commands.py"),

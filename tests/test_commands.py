@@ -1,7 +1,6 @@
 """The commands as a user types them: bad input is one line and exit code 2 before torch is imported; --help; from SFT to a page."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +94,6 @@ def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(out_dir, moves, 
         fork.subprocess, "call", lambda words: grpo.main(prepare(*read_settings(GRPOSettings, words[2:])[:2])) - 1
     )
     fork.main(*read_settings(fork.ForkSettings, [run, "--max_iters=3", "--seeds=1"], positional="run"))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     assert newest(f"{run}-at2/same-seed1").name == "checkpoint-000003"
 
 

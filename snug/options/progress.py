@@ -18,7 +18,7 @@ Tests: tests/test_progress.py
 
 import os
 import sys
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from threading import Event, Thread
 
 from tqdm import tqdm
@@ -49,7 +49,7 @@ def phase(name, total=0, unit="", done=0):
     # What the user's code prints goes above the bars, a line at a time.
     above = visible and sys.stdout.isatty() and DummyTqdmFile(sys.stderr)
     try:
-        with redirect_stdout(above or sys.stdout):
+        with redirect_stdout(above) if above else nullcontext():
             yield bar
     finally:
         while len(PHASES) > depth:  # an error may have left loops over `counted`
