@@ -68,13 +68,14 @@ def broken(number=5):
     return fail
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+@pytest.mark.parametrize("limit, newest", [(2, [8, 10]), (3, [6, 8, 10])])
+def test_the_newest_and_the_best_are_kept(limit, newest, tmp_path):
     (tmp_path / ".tmp-checkpoint-000003").mkdir(parents=True)  # a killed process left it
-    run = Run(tmp_path, save_interval=2, save_total_limit=2)
+    run = Run(tmp_path, save_interval=2, save_total_limit=limit)
     assert not list(tmp_path.iterdir())
     run.iterations(*range(1, 12), scores={3: 0.5, 5: 0.9, 6: 0.7, 9: 0.9})
     # 5 was saved for its score alone; 9, no better than the best, was not
-    assert run.kept() == [5, 8, 10] and run.best() == 5
+    assert run.kept() == [5, *newest] and run.best() == 5
     assert checkpoint.newest(tmp_path / "best").name == "checkpoint-000005"
     assert checkpoint.newest(tmp_path).name == "checkpoint-000010"
 
