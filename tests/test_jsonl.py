@@ -326,6 +326,9 @@ def test_demonstrations_that_do_not_fit_are_dropped_with_their_prompts(tmp_path)
     gone = [row["prompt"] for row in (rows[8], rows[51])]
     assert prompts_of(prepared) == sorted(row["prompt"] for row in rows if row["prompt"] not in gone)
     assert prepared.longest() == (20, 20)
+    options = {name: getattr(run, name) for name in ("task", "data_file", "out_dir")}
+    sampled = GRPOSettings(**options, max_prompt_length=8, max_new_tokens=0, block_size=48)
+    assert prepare(sampled).longest() == (8, 40)  # prompts alone are cut
     assert_refused("20 tokens and demonstrations of up to 40 are more than block_size=40; shorten", prepare, run)
 
 
