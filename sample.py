@@ -47,7 +47,7 @@ from runs.prepare import Prepared
 from settings import PRETRAINED_LENGTH, GRPOSettings
 from snug.decoding import DecodeBatch, as_tuple, cached_casts, check_prompts, uniforms
 from snug.decoding.naive import generate_naive as generate_naive
-from snug.options import SnugError, merge_options, plain
+from snug.options import SnugError, merge_options, note, plain
 
 REPLIES = 16  # calls of `respond` at a time
 
@@ -239,7 +239,7 @@ def complete(settings, given, run, functions: Mapping = {}):
     shown, _ = split_beginning((row if episodes.rows[1:] else episodes.rows[0])["prompt"])
     if not run.settings.task:  # a model from elsewhere
         for line in unused_template(run.tokenizer, [shown]):
-            print(f"note: {line}", file=sys.stderr)
+            note(f"note: {line}")
     texts = []
     for completion, stopped in zip(episodes.finish(rollouts), rollouts.stopped.tolist(), strict=True):
         completion = as_text(completion) if toolbox else completion

@@ -19,12 +19,11 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from settings import PRETRAINED_LENGTH, GRPOSettings, SFTSettings
-from snug.options import SnugError, described, did_you_mean, fields, find_path, plain
+from snug.options import SnugError, described, did_you_mean, fields, find_path, note
 from snug.options.progress import phase
 from snug.pretrained.adapters import find_base
 from snug.pretrained.hub import hub_name, local_folder
@@ -93,7 +92,7 @@ def newest(folder: str | Path, tensors: tuple = WEIGHTS):
         if not problem:
             return path
         if path != paths[0]:
-            print(plain(f"note: {problem}; the one before is used"), file=sys.stderr)
+            note(f"note: {problem}; the one before is used")
     raise SnugError(f"{problem}; {folder} has no undamaged checkpoint")
 
 

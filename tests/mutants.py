@@ -474,7 +474,7 @@ MUTANTS = [
     ("configs: the original context inside a rope wins", "snug/pretrained/shapes.py", "rope = rope | {ORIGINAL: config[ORIGINAL]}", "rope = {ORIGINAL: config[ORIGINAL]} | rope", "test_configs.py"),
     ("configs: longrope's factor", "snug/pretrained/shapes.py", 'c.values.setdefault("factor", longest / original)', 'c.values["factor"] = longest / original', "test_families.py"),
     ("configs: every rule has a factor for attention", "snug/pretrained/shapes.py", 'if kind == "yarn":', "if True:", "test_configs.py"),
-    ("configs: a line for each read", "snug/pretrained/shapes.py", "@cache  # each text once\n", "", "test_configs.py"),
+    ("configs: a line for each read", "snug/options/__init__.py", "@cache  # each text once\n", "", "test_configs.py"),
     ("configs: YaRN's default", "snug/pretrained/families.toml", "beta_fast = 32.0", "beta_fast = 16.0", "test_families.py"),
     ("configs: the last family's default", "snug/pretrained/families.toml", "rope_local_base_freq = 5e5, rms_norm_eps = 1e-5", "rope_local_base_freq = 5e5", "test_configs.py"),
     ("configs: null is said", "snug/pretrained/shapes.py", " if value is not None}", "}", "test_configs.py"),

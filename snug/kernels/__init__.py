@@ -12,14 +12,13 @@ Test: pytest tests/test_kernels.py
 """
 
 import os
-import sys
 from functools import cache
 
 import torch
 
 from snug.device.kinds import is_planned, kind_of
 from snug.memory.ledger import COMPONENTS
-from snug.options import first_line
+from snug.options import first_line, note
 
 try:
     import triton
@@ -72,10 +71,7 @@ def why_no_kernels() -> str:
 def warn_without_kernels():
     """Print a warning if this machine has a GPU and its kernels cannot run."""
     if why := why_no_kernels():
-        print(
-            f"warning: without kernels and CUDA graphs all is slower: {why}",
-            file=sys.stderr,
-        )
+        note(f"warning: without kernels and CUDA graphs all is slower: {why}")
 
 
 def has_tensor_cores(tensor):

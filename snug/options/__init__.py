@@ -30,6 +30,7 @@ import types
 import typing
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from snug.home import HOME, begun_as
@@ -60,6 +61,12 @@ def plain(text: str) -> str:
     For what a model, a file or a user's function may have written.
     """
     return HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+@cache  # each text once
+def note(text):
+    """A line on stderr."""
+    print(plain(text), file=sys.stderr)
 
 
 def told(error: SnugError) -> str:

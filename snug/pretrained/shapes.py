@@ -12,14 +12,12 @@ Tests: tests/test_pretrained.py, tests/test_families.py, tests/test_configs.py, 
 
 import json
 import math
-import sys
 import tomllib
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 
-from snug.options import SnugError, in_one_line, plain
+from snug.options import SnugError, in_one_line, note
 from snug.options.typed import Fields, read_object
 from snug.shape import GPTConfig, is_every
 
@@ -69,11 +67,6 @@ def read_shape(folder: str | Path) -> dict:
     if unknown:
         note(f"{path}: unknown to snug, and ignored: {', '.join(sorted(unknown))}")
     return shape
-
-
-@cache  # each text once
-def note(text):
-    print(plain(text), file=sys.stderr)
 
 
 def shape_of(config, path: Path | str):

@@ -55,14 +55,13 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
-from functools import cache, partial
 from typing import NamedTuple
 
+from snug.options import note
 from snug.sandbox import linux
 from snug.sandbox.channel import LONGEST, Channel, Lost, SandboxError
 
 LAYERS = ("user", "limits", "audit", "landlock", "seccomp")
-note = cache(partial(print, file=sys.stderr))  # each text once in this process
 THREAD = threading.local()
 LIMIT = 120.0  # seconds for imports and for a trusted task; for an untrusted one beyond its timeout
 
