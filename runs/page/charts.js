@@ -20,14 +20,12 @@ const colour = (name) => {
   return computed;
 };
 
-const DASHES = { dashed: "dash", dotted: "dot", dashdot: "dashdot" };
-
 const trace = (series) => {
   const tint = data.palette[series.color % data.palette.length];
   const hovertemplate = "%{x}: %{y:,.4~g}<extra>%{fullData.name}</extra>";
   const common = { name: escaped(series.name), x: series.x, y: series.y, hovertemplate };
   const few = series.x.length < 30;
-  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2, dash: DASHES[series.style] }, marker: { size: 5, color: tint } };
+  const line = { type: "scatter", mode: few ? "lines+markers" : "lines", cliponaxis: false, line: { color: tint, width: 2, dash: series.style }, marker: { size: 5, color: tint } };
   if (series.style !== "block") return { ...common, ...line };
   return { ...common, type: "bar", width: series.width, offset: 0, marker: { color: tint, line: { width: 0 } } };
 };

@@ -11,7 +11,7 @@ from runs.page.runs import PHASES, logged, logged_names
 # Contrast of at least 3 : 1, on the light page and on the dark one.
 PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
 SHOWN = 20  # a memory timeline has the last iterations
-STYLES = "line", "dashed", "dotted", "dashdot"
+STYLES = "solid", "dash", "dot", "dashdot"  # plotly's
 
 LEARNING = [  # title, unit, {figure of the log: name of the line}
     ("Reward", "reward", {"reward_mean": "training, sampled", "eval_reward_mean": "held out, greedy"}),
@@ -41,7 +41,7 @@ class Series:
     name: str
     x: list
     y: list
-    style: str = "line"
+    style: str
     color: int = 0  # index into PALETTE; it starts again after the last
     width: float = 0.0
 
