@@ -196,18 +196,13 @@ def run_evaluation(model, prepared, options):
     return summary | summarize(greedy, sampled), samples
 
 
-def loaded(prepared, options, run=None):
-    """The model of prepared.origin or of the run; the settings get its dtype."""
-    run = run or load_run(prepared.origin, options.device)
-    prepared.settings.dtype = run.settings.dtype
-    return run.model
-
-
 def main(options, prepared, file: Path | None, run=None):
     """Print the table, write the file -> its first line, and the samples. run: default the one of prepared.origin."""
     for line in notes(prepared):
         say(f"note: {line}")
-    summary, samples = run_evaluation(loaded(prepared, options, run), prepared, options)
+    run = run or load_run(prepared.origin, options.device)
+    prepared.settings.dtype = run.settings.dtype
+    summary, samples = run_evaluation(run.model, prepared, options)
     say(plain("\n".join(table(summary))))
     if file:
         text = "".join(json.dumps(finite(record)) + "\n" for record in [summary, *samples])
