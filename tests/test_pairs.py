@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 import evaluate
 import train_sft
 from data.pairs import MOST, compared, comparison, sign_flip, verdict
-from evaluate import compare, run_evaluation
+from evaluate import compare
 from helpers import HOME
 from helpers.commands import python
 from helpers.models import make_model
@@ -157,13 +157,13 @@ def test_a_model_and_itself_are_equal(folders, capsys, monkeypatch):
     """And one model is in memory at a time, and nothing is written."""
     models = []
 
-    def loaded(*arguments, load=evaluate.loaded):
+    def load_run(*arguments, load=evaluate.load_run):
         assert all(model() is None for model in models)
-        model = load(*arguments)
-        models.append(weakref.ref(model))
-        return model
+        run = load(*arguments)
+        models.append(weakref.ref(run.model))
+        return run
 
-    monkeypatch.setattr(evaluate, "loaded", loaded)
+    monkeypatch.setattr(evaluate, "load_run", load_run)
     before = sorted((folders / "a").iterdir())
     out = compare_by(capsys, f"{folders}/a", f"{folders}/a", "--num_prompts=9", "--num_samples=3")
     assert len(models) == 2 and out[:-3] == 2 * out[: (len(out) - 3) // 2]
@@ -186,7 +186,7 @@ def test_the_table_is_that_of_both_models_samples(folders, capsys):
         for name in ("a", other):
             options, given, places = read_settings(EvaluateSettings, [*words, *WORDS], positional="folders")
             model = prepare_pair(options, given, f"{folders}/{name}", f"{folders}/{name}")[0]
-            _, samples = run_evaluation(evaluate.loaded(model, options), model, options)
+            _, samples = evaluate.main(options, model, None)
             by_prompt = defaultdict(list)
             for sample in samples:
                 if not sample["greedy"]:
