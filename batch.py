@@ -85,7 +85,7 @@ class Cut:
         self.places = places_of(sequences)
         N = len(self.prompt_lengths)
         self.group_size, self.step_size = group_size, step_size or N
-        self.step_indices = [range(i, i + self.step_size) for i in range(0, N, self.step_size)]
+        self.step_indices = [range(N)[i : i + self.step_size] for i in range(0, N, self.step_size)]
         self.processes = processes
         self.longest = max(map(sum, zip(self.prompt_lengths, self.completion_lengths, strict=True))) - 1
         self.make_micro_batches(max_tokens)

@@ -105,7 +105,10 @@ class LogOptions:
 class TrainOptions:
     """The optimizer step of SFT and GRPO."""
 
-    learning_rate: float = option(1e-3, "peak learning rate")
+    learning_rate: float = option(
+        1e-3,
+        "peak learning rate; default for pretrained weights 1e-6, SFT 2e-5, with LoRA ten times as much",
+    )
     lr_schedule: str = option(
         "constant",
         "after the warmup; linear and cosine end at 0",
@@ -424,12 +427,16 @@ class SFTSettings(LoopSettings):
     """Supervised fine-tuning on a task's demonstrations: the options of train_sft.py."""
 
     usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
-    learning_rate lr_schedule lora_rank task tokenizer n_layer n_embd block_size
+    learning_rate lr_schedule lora_rank task assistant_turns tokenizer n_layer n_embd block_size
     max_tokens_per_micro_batch memory_budget_gb plan"""
+    pretrained_learning_rate = 2e-5  # TRL's
 
     out_dir: str = option("out/sft", "the run's folder")
     max_iters: int = option(500, "optimizer steps", minimum=1)
     batch_size: int = option(128, "demonstrations per optimizer step", minimum=1)
+    assistant_turns: str = option(
+        "all", "which messages of a conversation to learn", choices=("all", "last")
+    )
 
     # What GRPO's options are for SFT: one completion of a prompt, in evaluations, as long as the task's longest answer;
     # an iteration is a step; there is no second model.
@@ -452,6 +459,8 @@ class GRPOSettings(
     usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher
     out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task
     max_tokens_per_micro_batch memory_budget_gb plan probe"""
+
+    pretrained_learning_rate = 1e-6  # TRL's
 
     out_dir: str = option("out/grpo", "the run's folder")
     max_iters: int = option(100, "number of rollouts", minimum=1)

@@ -18,6 +18,9 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         prepared = prepare_from(SFTSettings, sys.argv[1:])
 
 import random
+from functools import partial
+
+import torch
 
 from batch import Cut, Sequences, make_micro_batch
 from model import autocast
@@ -30,6 +33,7 @@ from training.optimizer import learning_rate_at
 
 def main(prepared):
     """Train, log and save as the settings say -> False if it was stopped."""
+    prepared.held_out_loss = held_out_loss
     return run(prepared, "SFT", iterate)
 
 
@@ -62,15 +66,28 @@ def iterate(iteration, training, make_batch=None):
     return record, ()
 
 
-def demonstrations(iteration, training) -> Sequences:
-    """The batch of an iteration, a function of (seed, iteration). The stop token is learned too."""
+def demonstrations(iteration, training, split="train", size=0) -> Sequences:
+    """The batch of an iteration, a function of (seed, iteration). size: rows, if not batch_size. The stop token is
+    learned too."""
     task, tokenizer = training.prepared.task, training.prepared.tokenizer
-    P, seed = training.settings.batch_size, training.settings.seed
-    rows = task.prompts("train", range(iteration * P, (iteration + 1) * P))
+    P, seed = size or training.settings.batch_size, training.settings.seed
+    rows = task.prompts(split, range(iteration * P, (iteration + 1) * P))
     rng = random.Random(f"demonstrations {seed} {iteration}")
     prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     answers = [tokenizer.encode(task.demonstration(row, rng)) + [tokenizer.stop_token] for row in rows]
     return Sequences.from_lists(prompts, answers, training.model.device)
+
+
+@torch.no_grad()
+def held_out_loss(training) -> dict:
+    """The mean over the tokens of held-out demonstrations, read in batches as the training's."""
+    settings = training.settings
+    batch = demonstrations(0, training, "test", settings.eval_prompts)
+    cut = Cut(batch, settings.batch_size, 0, 1, training.processes)
+    forward = partial(accumulate_gradient, training.model, batch, settings=settings)
+    with training.meter.phase("eval"):
+        loss = training.limits.retry("train", forward, cut)["loss"]
+    return {"eval_loss": sum(training.processes.from_all_ranks(lambda: loss))}
 
 
 @component("backward")  # the name in --plan's table: autograd's tensors while backward runs
@@ -82,14 +99,15 @@ def accumulate_gradient(model, batch, cut, settings):
     def token_loss(logprobs, chunk):
         return -logprobs.sum() / num_tokens
 
-    for indices in cut.mine(cut.steps[0], model):
+    for indices in cut.mine(sum(cut.steps, []), model):
         micro = make_micro_batch(batch, indices, cut)
         with autocast(settings.dtype, model):
             hidden = micro.completion_hidden(model)
             share, _, entropies = head_loss(
                 hidden, model.lm_head_weight, micro.targets, token_loss, **options
             )
-        share.backward()
+        if share.requires_grad:  # not when held out
+            share.backward()
         loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
     return dict(loss=float(loss), entropy=float(entropy))
 

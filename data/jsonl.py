@@ -5,13 +5,15 @@
     {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}], "answer": 4}
 
 prompt: text, or messages, which the tokenizer's chat template writes. The content of a message is text, or one part
-of text: [{"type": "text", "text": ...}]. If the last message is the assistant's, completions go on behind it; SFT
-without a column demonstration learns it. A column messages is the prompt if there is no column prompt; such a last
-message of it is the demonstration.
+of text: [{"type": "text", "text": ...}]. If the last message is the assistant's, completions go on behind it; SFT of a
+row without another demonstration learns it. A column messages is the prompt if there is no column prompt; such a last
+message of it is the demonstration. SFT learns each message of the assistant there, as a row of its own: a model that
+answers sees what its chat template writes of a conversation until then. assistant_turns=last: only the last.
 answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. If reward_funcs score, the answer may be anything, or missing.
-demonstration: what train_sft.py learns, if not the answer. All other columns go to the reward functions.
+demonstration: what train_sft.py learns, if not the answer; TRL's completion, text or one message, is the same. All
+other columns go to the reward functions.
 prompt_column and answer_column name the first two if they have other names in your file. Reward functions get these
 columns under both names. A message's role is system, developer, user, assistant or tool.
 
@@ -23,10 +25,11 @@ Tests: tests/test_jsonl.py.
 import json
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import pairwise
 
 from data.answers import MAX_ANSWER, last_number
 from data.rewards import ARGUMENTS
-from data.rows import FileOptions, FileTask
+from data.rows import FileOptions, FileTask, Row
 from data.task import split_beginning
 from snug.options import SnugError, option
 
@@ -50,6 +53,7 @@ class Jsonl(FileTask):
         self.names = dict(prompt=settings.prompt_column, answer=settings.answer_column)
         self.free = bool(settings.reward_funcs or settings.environment)  # the answers are not for us
         self.demonstrates = demonstrations
+        self.all_turns = demonstrations and settings.assistant_turns == "all"
         super().__init__(settings, demonstrations)
         rows = self.rows["train"] + self.rows["test"]
         for row in rows:
@@ -65,6 +69,9 @@ class Jsonl(FileTask):
         if not isinstance(value, dict):
             raise ValueError(f'not an object but {json.dumps(value)[:40]}; write {{"prompt": ...}}')
         row = dict(value)
+        match value:
+            case {"completion": str(text) | [{"content": str(text)}]}:
+                row.setdefault("demonstration", text)
         for name, column in self.names.items():
             if column == "prompt" and "prompt" not in row and "messages" in row:
                 column = "messages"
@@ -80,8 +87,11 @@ class Jsonl(FileTask):
         prompt = row["prompt"]
         if isinstance(prompt, list):
             row["prompt"] = prompt = list(map(as_message, prompt))
+            roles = [message["role"] for message in prompt]
+            if self.demonstrates and ("assistant", "assistant") in pairwise(roles):
+                raise ValueError("two messages of the assistant follow each other; join them")
             asked, last = split_beginning(prompt)
-            learned = self.demonstrates and not row.get("demonstration")
+            learned = self.demonstrates and not row.get("demonstration") and row.get("answer") is None
             if last and (learned or self.names["prompt"] not in value):
                 row["prompt"] = prompt = asked
                 self.answered += not self.demonstrates
@@ -91,6 +101,16 @@ class Jsonl(FileTask):
         if taken := ARGUMENTS & row.keys():
             raise ValueError(f"the column {min(taken)} has the name of an argument of reward functions")
         return row
+
+    def parts_of(self, row):
+        parts = [row]
+        if self.all_turns and "messages" in row:
+            for n, message in enumerate(row["prompt"]):
+                match message:
+                    case {"role": "assistant", "content": str(text)} if n and text:
+                        parts.append(Row(row | dict(prompt=row["prompt"][:n], demonstration=text)))
+                        parts[-1].place = row.place
+        return parts
 
     def identity(self, row):
         prompt, _ = split_beginning(row["prompt"])

@@ -1,8 +1,9 @@
 """Tasks whose problems are the rows of a file: splits, epochs, and checks of each row.
 
 data_file has the training rows and test_file the held-out rows. Without test_file, a hash of each row's identity holds
-out one in ten of data_file's rows. In a small file, the next rows in the order of their hashes are held out too, until
-these are a fifth or ENOUGH: of 30 rows with one in the tenth, 5 more.
+out one in ten of data_file's rows; with eval_prompts=0 none. In a small file, the next rows in the order of their
+hashes are held out too, until these are a fifth or ENOUGH: of 30 rows with one in the tenth, 5 more. An environment
+makes several problems of one prompt: there other columns decide too.
 
 Every row is checked before anything else; errors name file and line. files.py says what a file may be.
 Tests: tests/test_jsonl.py.
@@ -56,6 +57,15 @@ class FileTask(Task):
         """What a file has for a row -> the row. Raises ValueError if it is wrong."""
         raise NotImplementedError
 
+    def parts_of(self, row: Row) -> list[Row]:
+        """What SFT learns of a row."""
+        return [row]
+
+    def problem(self, row) -> str:
+        """The text whose hash decides the split."""
+        others = {name: row[name] for name in row if name not in ("prompt", "demonstration")}
+        return self.identity(row) + json.dumps(others) * bool(self.settings.environment)
+
     def found(self, path: str):
         return find_path(path, self.settings.out_dir)
 
@@ -89,20 +99,23 @@ class FileTask(Task):
         rows, self.rows = self.read(path), {"train": [], "test": []}
         if settings.test_file:
             self.rows = {"train": rows, "test": self.read(settings.test_file)}
-            train, test = ({self.identity(row) for row in each} for each in self.rows.values())
+            train, test = ({self.problem(row) for row in each} for each in self.rows.values())
             if (settings.max_iters or path != settings.test_file) and (shared := train & test):
                 raise SnugError(
                     f"test_file={settings.test_file} has {len(shared)} prompts of data_file, such as "
                     f"{min(shared)!r:.60}; remove them"
                 )
+        elif not settings.eval_prompts:
+            self.rows["train"] = rows
         else:
-            ranks = [(split_of(text), hash_of(text)) for text in map(self.identity, rows)]  # test first
+            ranks = [(split_of(text), hash_of(text)) for text in map(self.problem, rows)]  # test first
             held_out = {*sorted(ranks)[: min(len(rows) // 5, ENOUGH)]} | {
                 rank for rank in ranks if rank[0] == "test"
             }
-            held_out.discard(max(ranks))  # one is to train
             for row, rank in zip(rows, ranks, strict=True):
                 self.rows["test" if rank in held_out else "train"].append(row)
+        for split, whole in self.rows.items():
+            self.rows[split] = [part for row in whole for part in self.parts_of(row)]
         # A row has None where it lacks a column of others.
         self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
@@ -155,8 +168,10 @@ class FileTask(Task):
     def survey(self):
         for split, rows in self.rows.items():
             if not rows and (split == "train" or self.settings.eval_prompts):
+                problems = {*map(self.problem, sum(self.data.values(), []))}
                 raise SnugError(
-                    f"{self.file}: no row is in the {split} split{self.dropped}; name a test_file, or eval_prompts=0"
+                    f"{self.file}: no row is in the {split} split{self.dropped} (different prompts: {len(problems)}); "
+                    "name a test_file, or eval_prompts=0"
                 )
 
 

@@ -128,6 +128,7 @@ def read_state(path) -> dict:
     state = json.loads((path / "state.json").read_text())
     values = state["settings"]
     values["task"] = MOVED.get(values["task"], values["task"])
+    values.setdefault("assistant_turns", "last")  # of older SFT runs
     tools = values.get("tools", [])
     values["tools"] = [tool.replace("data.lookup:", "examples.lookup:") for tool in tools]
     return state

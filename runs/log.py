@@ -31,6 +31,7 @@ CONSOLE = {
     "reward_std": " (sd {:.2f})",
     "rewards": "  {}",
     "loss": "  loss {:.4f}",
+    "eval_loss": " (held out {:.4f})",
     "kl": "  kl {:.4f}",
     "divergence": "  divergence {:.4f}",
     "entropy": "  entropy {:.3f}",
@@ -162,7 +163,7 @@ class RunLog:
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self.call_services("send", numbers)
         regular = done in (self.start + 1, self.max_iters) or done % self.every == 0
-        if regular or "eval_reward_mean" in record:
+        if regular or record.keys() & {"eval_reward_mean", "eval_loss"}:
             self.scores(record)
 
     def scores(self, record: dict):

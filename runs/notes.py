@@ -5,10 +5,7 @@ Left out: what only completions show (hints.py).
 
 from data.task import split_beginning
 from runs.prepare import Prepared
-from snug.pretrained.shapes import is_pretrained
 from snug.tokenizer import Tokenizer
-
-LARGE = 1e-4  # a learning rate that spoils all weights of a pretrained model soon
 
 
 def notes(prepared: Prepared) -> list[str]:
@@ -35,13 +32,9 @@ def notes(prepared: Prepared) -> list[str]:
             lines.append(
                 f"{number:,} of {len(rows):,} prompts end with a message of the assistant: {what}"
             )
-    origin = prepared.origin
-    trains_all = origin and is_pretrained(origin.path) and not settings.lora_rank
-    if settings.max_iters and trains_all and settings.learning_rate > LARGE:
-        lines.append(
-            f"learning_rate={settings.learning_rate:g} for all weights of a pretrained model; usual are 1e-6 to 1e-5, "
-            "with --lora_rank=16 1e-5 to 1e-4"
-        )
+    usual = settings.pretrained_learning_rate * (10 if settings.lora_rank else 1)
+    if settings.max_iters and prepared.is_pretrained and settings.learning_rate == usual:
+        lines.append(f"learning_rate={usual:g}, the default for pretrained weights")
     return lines
 
 

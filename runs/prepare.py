@@ -71,6 +71,14 @@ class Prepared:
     global_step: int = 0  # of the run, for reward functions
     toolbox: Toolbox | None = None  # what the model may call
     on_iteration: Callable | None = None
+    held_out_loss: Callable | None = None  # SFT's: of a Training -> entries of the log
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Do the weights come from a Hugging Face model, perhaps by other runs?"""
+        first = self.warm_start or self
+        source = first.resume or first.origin
+        return bool(source) and source.state.get("pretrained", is_pretrained(source.path))
 
     def score(self, prompts: list, completions: list, columns: dict[str, list]) -> Scores:
         """Call the reward functions."""
@@ -229,10 +237,15 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str]):
     if "block_size" in chosen:
         values["block_size"] = prepared.settings.block_size
     settings = prepared.settings = replace(prepared.settings, **values)
-    default = "max_new_tokens" not in chosen and settings.max_new_tokens == GRPOSettings.max_new_tokens
-    origin = prepared.origin
-    if default and not prepared.resume and origin and is_pretrained(origin.path):
+
+    def is_unset(name):
+        default = name not in chosen and getattr(settings, name) == getattr(GRPOSettings, name)
+        return default and not prepared.resume
+
+    if is_unset("max_new_tokens") and prepared.origin and is_pretrained(prepared.origin.path):
         settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
+    if is_unset("learning_rate") and prepared.is_pretrained:
+        settings.learning_rate = settings.pretrained_learning_rate * (10 if settings.lora_rank else 1)
     task.drop_long(prepared.tokenizer.encode_prompt, settings)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
@@ -279,6 +292,14 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
             f"its base weights, or a folder that {command('export')} made"
         )
+    same_file = begin and getattr(begin, "data_file", "") == getattr(settings, "data_file", None)
+    if same_file and settings.eval_prompts and not settings.test_file:
+        learned_all = begin.test_file or not begin.eval_prompts
+        if learned_all or bool(begin.environment) != bool(settings.environment):
+            raise SnugError(
+                f"{init_from} has learned rows of data_file={settings.data_file} that would be held out now; give "
+                "--test_file"
+            )
     return origin, warm_start
 
 
@@ -307,7 +328,7 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
         names.add("init_from")
     differ = differences(before, settings, sorted(names))
     if task.fingerprint() != resume.state["data"]:
-        differ.append("data_file, test_file or the generators' package has changed")
+        differ.append("data_file, test_file, eval_prompts=0 or the generators' package has changed")
     refuse_others(resume.path, differ)
 
 

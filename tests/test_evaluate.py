@@ -200,8 +200,8 @@ def run_folder(tmp_path_factory):
     names = ("prompt", "answer", "demonstration")
     rows = [(f"q{i}", rng.choice("01"), rng.choice(["0", "1", "1", "22"])) for i in range(400)]
     file = written(folder, [dict(zip(names, row, strict=True)) for row in rows], "rows.jsonl")
-    options = dict(n_layer=1, n_embd=32, block_size=16, batch_size=32, max_iters=30, learning_rate=5e-3, eval_prompts=0)
-    settings = SFTSettings(task="jsonl", data_file=file, out_dir=str(folder / "run"), **options)
+    options = dict(n_layer=1, n_embd=32, block_size=16, batch_size=32, max_iters=30, learning_rate=5e-3, eval_prompts=1)
+    settings = SFTSettings(task="jsonl", data_file=file, eval_interval=0, out_dir=str(folder / "run"), **options)
     train_sft.main(prepare(settings))
     return folder / "run"
 

@@ -25,7 +25,7 @@ from helpers.runs import tiny
 from helpers.tasks import written
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
-from snug.options import SnugError, merge_options
+from snug.options import SnugError, make_settings, merge_options
 from snug.tokenizer import get_tokenizer
 
 
@@ -180,14 +180,16 @@ def test_a_row_without_a_column_of_others_has_none_there(tmp_path):
 def test_of_a_small_file_a_fifth_or_twenty_rows_are_held_out(tmp_path, n, least):
     """First the tenth that the hash names, then the next by hash. Where that tenth is enough, it is all."""
     rows = [dict(prompt=f"{i} + {i} =", answer=2 * i) for i in range(n)]
-    task = task_of(written(tmp_path, rows), eval_prompts=0)
+    settings = SFTSettings(task="jsonl", data_file=written(tmp_path, rows))
+    task = Jsonl(settings, True)
     test, train = ({row["prompt"] for row in task.rows[split]} for split in ("test", "train"))
     tenth = {row["prompt"] for row in rows if split_of(row["prompt"]) == "test"}
     assert tenth <= test and len(test) == max(least, len(tenth)) and not test & train and len(test | train) == n
     others = {zlib.crc32(prompt.encode()) for prompt in test - tenth}
     assert not others or max(others) < min(zlib.crc32(prompt.encode()) for prompt in train)
     assert (n < 1000) == (len(tenth) < 20)
-    twice = task_of(written(tmp_path, [*rows, *reversed(rows)]), eval_prompts=0)  # a prompt stays on one side
+    written(tmp_path, [*rows, *reversed(rows)])
+    twice = Jsonl(settings, True)  # a prompt stays on one side
     assert not {row["prompt"] for row in twice.rows["test"]} & {row["prompt"] for row in twice.rows["train"]}
     assert len(twice.rows["test"]) >= min(2 * n // 5, 20)
 
@@ -255,7 +257,11 @@ def test_parquet(tmp_path, monkeypatch):
         ("a.csv", "a,b", "a.csv:1: not JSON"),
         ("no.jsonl", None, "no.jsonl: cannot be read .FileNotFoundError"),
         ("a.jsonl", "\n  \n", "a.jsonl: has no rows"),
-        ("a.jsonl", '{"prompt": "a", "answer": 1}', "no row is in the test split; name a test_file"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "answer": 1}',
+            "no row is in the test split .different prompts: 1.; name a test_file",
+        ),
         ("a.jsonl", '{"prompt": "a", "stopped": 1}', "a.jsonl:1: the column stopped has the name of an argument"),
     ],
 )
@@ -354,21 +360,25 @@ def test_messages_are_not_cut(tmp_path):
 
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
-    """When it is resumed, its file must be the same."""
-    path = written(tmp_path, [row for row in GOOD if split_of(row["prompt"]) == "train"][:4])  # five would hold out one
+    """It trains on all rows. When it is resumed, its file must be the same; an evaluation would ask what it learned."""
+    path = written(tmp_path, GOOD)
     changes = dict(task="jsonl", data_file=path, demonstration_noise=0.0, eval_prompts=0, max_iters=1)
     sft, grpo = (merge_options(type(run), run, None, set(), **changes) for run in tiny(tmp_path))
     train_sft.main(prepare(sft))
     main(prepare(grpo))
     main(prepare(dataclasses.replace(grpo, plan=True)))
     said = capsys.readouterr().out
-    assert said.count(" prompts for training, 0 held out\n") == 2 and "peak_gib=" in said
-    with pytest.raises(SnugError, match="no row is in the test split; name a test_file"):
+    assert said.count(": 50 prompts for training, 0 held out\n") == 2 and "peak_gib=" in said
+    with refusal("sft has learned rows of data_file=.*data.jsonl that would be held out now; give --test_file"):
         prepare_evaluation(EvaluateSettings(), set(), sft.out_dir)
+    other = dict(task="jsonl", test_file=written(tmp_path, [{"prompt": "x", "answer": 1}], "other.jsonl"))
+    prepare_evaluation(*make_settings(EvaluateSettings, "", other), sft.out_dir)
     assert_refused("no row is held out; give --prompt=", sample.main, SampleSettings(), set(), sft.out_dir)
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
-    with pytest.raises(SnugError, match="data_file, test_file or .* has changed; put it back"):
+    with refusal("data_file, test_file, eval_prompts=0 or .* has changed; put it back"):
+        prepare(dataclasses.replace(sft, resume="auto", eval_prompts=5))
+    with refusal("data_file, test_file, eval_prompts=0 or .* has changed; put it back"):
         prepare(dataclasses.replace(sft, resume="auto"))
 
 
@@ -446,9 +456,12 @@ def test_a_number_is_right_however_it_is_dressed(answer, dress):
 
 
 def test_a_file_of_one_prompt_trains_whatever_its_hash(tmp_path):
-    """One row, or eight of the same prompt; an evaluation needs another prompt, and the message counts prompts."""
+    """One row, or eight of the same prompt; an evaluation needs another prompt, and the message counts prompts. Where an
+    environment makes problems of other columns, eight rows are eight problems."""
     for text in "abcdefghijklmnopqrstuvwxyz":  # some would be held out
         for n in (1, 8):
             path = written(tmp_path, [dict(prompt=f"{text}=", answer=i) for i in range(n)])
             assert task_of(path, eval_prompts=0).size("train") == n
-            assert_refused("no row is in the test split; name a test_file", task_of, path)
+            with refusal("no row is in the (test|train) split .different prompts: 1.; name a test_file"):
+                task_of(path)
+    assert sorted(map(len, task_of(path, GRPOSettings, environment="a:B").rows.values())) == [1, 7]

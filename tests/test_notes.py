@@ -28,7 +28,7 @@ TEMPLATE, TOOLS, SPELLED, READ, BEGUN, LEFT_OUT, RATE = (
     "10 of 10 prompts spell special tokens, such as <|im_start|>: in 10 they are read as such, as transformers does",
     "10 of 10 prompts end with a message of the assistant: completions go on behind it",
     "10 of 10 prompts end with a message of the assistant: it is left out",
-    "learning_rate=0.001 for all weights of a pretrained model; usual are 1e-6 to 1e-5",
+    "learning_rate=1e-06, the default for pretrained weights",
 )
 
 
@@ -66,7 +66,7 @@ def options_of(folder, model, prompt="2+3=", first="2+3=", column="prompt", **ch
         (dict(chat=True, prompt=[USER, ASSISTANT], first=[USER, ASSISTANT], column="messages"), [LEFT_OUT]),
         (dict(prompt=RENDERED, first=RENDERED), [READ]),
         (dict(chat=True, learning_rate=1e-3), [RATE]),
-        (dict(chat=True, learning_rate=1e-3, lora_rank=2), []),
+        (dict(chat=True, learning_rate=1e-3, lora_rank=2), [RATE.replace("06", "05")]),
         (dict(init_from="", learning_rate=1e-3), []),
         (dict(chat=True, first="end with <|im_end|>"), [SPELLED]),
         (dict(first="end with <|im_end|>"), [TEMPLATE, SPELLED.replace("in 0", "in 1")]),
@@ -99,7 +99,10 @@ def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):
         grpo.train(**options | dict(out_dir=str(tmp_path / "probe"), probe=True))
     assert f"  note: {TEMPLATE}\n" in capsys.readouterr().out
     onward = options | dict(init_from=run.folder, out_dir=str(tmp_path / "on"), learning_rate=1e-3)
-    assert notes(prepare(GRPOSettings(**onward))) == [TEMPLATE]  # a run of our own has the rate that it needs
+    again = prepare(GRPOSettings(**onward))  # a run of such a model
+    assert notes(again) == [TEMPLATE, RATE] and again.settings.learning_rate == 1e-6
+    again = prepare(*make_settings(GRPOSettings, "", onward))  # here the user gave it
+    assert notes(again) == [TEMPLATE] and again.settings.learning_rate == 1e-3
     grpo.train(**options | dict(chat=True, out_dir=str(tmp_path / "chat")))
     said = capsys.readouterr().out
     assert "raise max_new_tokens" in said and "--chat" not in said

@@ -42,7 +42,7 @@ def test_charts_have_the_logs_figures():
     kl = chart(charts, "KL to the reference, GRPO")["a"]
     assert (kl.x, kl.y) == ([0, 2, 3], [0, 0.02, 0.03])  # null is no point
     assert chart(charts, "pass@1, GRPO")["sampled"].x == [0, 2]
-    assert chart(charts, "Loss, SFT")["warm"].y == [1, 1 / 2, 1 / 3]
+    assert chart(charts, "Loss, SFT")["training"].y == [1, 1 / 2, 1 / 3]
     timeline = chart(charts, "Memory timeline, a")
     assert (timeline["train"].y, timeline["rollout"].x) == ([30, 31, 32, 33], [0, 1, 2, 3])
     assert timeline["train"].x == pytest.approx([0.6, 1.6, 2.6, 3.6]) and timeline["train"].width == 0.2

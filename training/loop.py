@@ -95,7 +95,7 @@ def train(prepared, title, iterate, device, processes):
             moved = move_aside(folder)
         make_log = NoLog if quiet else RunLog
         with make_log(settings, title, start, device=device.type, parameters=size_of(model)) as log:
-            constants = {"data": prepared.task.fingerprint()}
+            constants = {"data": prepared.task.fingerprint(), "pretrained": prepared.is_pretrained}
             if settings.lora_rank:
                 constants["base"] = base_record(prepared.origin)
             saver = Saver(

@@ -85,13 +85,17 @@ class Training:
         Before the first iteration, every eval_interval and after the last."""
         settings, interval = self.settings, self.settings.eval_interval
         is_due = done == settings.max_iters or interval and done % interval == 0
-        if not is_due or not settings.eval_prompts or not self.prepared.reward_funcs:
+        scored, held_out_loss = self.prepared.reward_funcs, self.prepared.held_out_loss
+        if not is_due or not settings.eval_prompts or not (scored or held_out_loss):
             return {}
         self.prepared.global_step = done
         if not done:
             self.log.say(f"evaluating before training: {settings.eval_prompts:,} prompts")
         with self.saver.keeping(done, self.progress()):
-            return evaluate_run(self.model, self.prepared, self.meter, self.limits)
+            scores = held_out_loss(self) if held_out_loss else {}
+            if scored:
+                scores |= evaluate_run(self.model, self.prepared, self.meter, self.limits)
+            return scores
 
     def take_step(self, metrics, learning_rate, iteration, sequences, indices):
         """The end of an optimizer step on these sequences: clip and update -> metrics with grad_norm.

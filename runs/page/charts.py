@@ -27,7 +27,7 @@ LEARNING = [  # title, unit, {figure of the log: name of the line}
     ("Turns", "mean per completion", {"turns": ""}),
     ("Tool calls", "mean per completion", {"tool_calls": "calls", "tool_errors": "errors"}),
     ("Replies", "share of completion tokens", {"written_fraction": ""}),
-    ("Loss", "loss", {"loss": ""}),
+    ("Loss", "loss", {"loss": "training", "eval_loss": "held out"}),
     ("Gradient norm", "norm before clipping", {"grad_norm": ""}),
     ("Groups without variance", "share of groups", {"frac_reward_zero_std": ""}),
 ]
