@@ -17,7 +17,6 @@ import inspect
 import signal
 import threading
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -33,7 +32,7 @@ class OutOfTime(BaseException):
     """A function is late. It is no Exception, so `except Exception` in the function does not catch it."""
 
 
-def complete(call: Callable, seconds: float):
+def complete(call, seconds):
     """What call() returns, also of an `async def`. Raises OutOfTime after `seconds` (0: no limit)."""
     if not seconds:
         answer = call()
@@ -44,7 +43,7 @@ def complete(call: Callable, seconds: float):
     return awaited(answer, seconds)
 
 
-def awaited(answer, seconds: float = 0.0):
+def awaited(answer, seconds=0.0):
     """The result of a coroutine. Anything else is one already."""
     if not inspect.iscoroutine(answer):
         return answer
@@ -102,7 +101,7 @@ def in_a_thread(call, seconds):
 
 
 @contextmanager
-def blaming(what: str, limit: str, hint: str):
+def blaming(what, limit, hint):
     """What is raised inside becomes a SnugError: what failed and at which line. The traceback is its note.
 
     limit: the option of the time limit, and its value. hint: what the function gets, which it may have mistaken.
@@ -124,7 +123,7 @@ def blaming(what: str, limit: str, hint: str):
         raise failure from None
 
 
-def name_of(function: Callable) -> str:
+def name_of(function) -> str:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
