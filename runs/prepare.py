@@ -138,9 +138,11 @@ def prepare(
         refuse_changes(settings, task, resume, before)
     origin, warm_start = find_origin(settings, resume, config)
     was = origin and not resume and origin.state["settings"]["task"]
+    if config and not origin:
+        was = make_settings(SFTSettings, config, {})[0].task
     if was and "task" not in chosen and was != settings.task == GRPOSettings.task:
         raise SnugError(
-            f"init_from={settings.init_from} was trained on task {was}, this run's task is {settings.task}; "
+            f"init_from={config or settings.init_from} has task {was}, this run has task {settings.task}; "
             f"add --task={was}"
         )
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)

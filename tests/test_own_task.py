@@ -1,6 +1,7 @@
 """A task in the user's own file, with an option of its own: it trains, goes on, is evaluated and sampled, from anywhere."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,8 +119,11 @@ def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, c
     again = [f"--resume={run}", "--task=my_letters:Letters", "--length=5"]
     assert_refused("length was 4, is 5", prepare, *read_settings(GRPOSettings, again)[:2])
     fresh = [f"--init_from={run}", "--out_dir=out/b", "--max_new_tokens=4"]
-    said = f"^init_from={run} was trained on task my_letters:Letters, .* addition; add --task=my_letters:Letters$"
-    assert_refused(said, prepare, *read_settings(GRPOSettings, fresh)[:2])
+    said = "^init_from={} has task my_letters:Letters, .* addition; add --task=my_letters:Letters$"
+    assert_refused(said.format(run), prepare, *read_settings(GRPOSettings, fresh)[:2])
+    Path("my_sft.py").write_text("task = 'my_letters:Letters'\nout_dir = 'out/none'\n")  # the same before it has run
+    begin = ["--init_from=my_sft.py", *fresh[1:]]
+    assert_refused(said.format("my_sft.py"), prepare, *read_settings(GRPOSettings, begin)[:2])
     assert prepare(*read_settings(GRPOSettings, [*fresh, "--task=addition", "--digits=1"])[:2]).settings.digits == 1
     with refusal("unknown option digits; it is an option of --task=addition"):
         prepare(*read_settings(GRPOSettings, [f"--resume={run}", "--digits=4"])[:2])
