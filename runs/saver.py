@@ -45,9 +45,9 @@ class Saver:
         processes=ONE_PROCESS,
         **constants,
     ):
-        """say: writes a line. start: iterations done before this run.
+        """say: writes a line. start: iterations done before this run. constants: `data` and LoRA's `base`.
 
-        constants: `data` and, for LoRA, `base` of state.json. With several processes rank 0 decides and writes. The others make the same calls.
+        With several processes rank 0 decides and writes. The others make the same calls.
         """
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.model, self.optimizer, self.processes = model, optimizer, processes
