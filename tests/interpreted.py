@@ -85,13 +85,12 @@ def in_the_interpreter(file, at_least):
     return test
 
 
-def compile_for_amd(kernel, source, options):
+def compile_for_amd(source, options):
     """With what `launch` leaves of the options."""
     options.pop("maxnreg", None)
     for name, lanes in AMD.items():
         target = triton.backends.compiler.GPUTarget("hip", name, lanes)
         compiled = triton.compile(source, target=target, options=options)
-        print(f"{name} {kernel.__name__}: {compiled.metadata.shared} bytes of shared memory")
         assert compiled.metadata.shared <= 64 * 1024
 
 
@@ -122,7 +121,7 @@ def cubin_resources(kernel, capability, pointers, constants, aligned, warps, fol
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": warps} | options)
     if capability == 86:  # with --long
-        compile_for_amd(kernel, source, {"num_warps": min(16, warps)} | options)
+        compile_for_amd(source, {"num_warps": min(16, warps)} | options)
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

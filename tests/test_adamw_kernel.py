@@ -71,7 +71,6 @@ def test_kernel_has_the_random_bits_of_its_twin(first, key, kind, twin):
         assert a.equal(b) and a.abs().sum() > 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Of the kernel in the interpreter's process and on CUDA, of the twin elsewhere.
 
 
@@ -122,7 +121,6 @@ def test_pieces_of_a_parameter_have_the_random_bits_of_the_whole(monkeypatch):
         assert a.equal(b)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The random bits.
 
 
@@ -146,7 +144,6 @@ def test_steps_parameters_and_seeds_have_keys_of_their_own():
     assert len(keys) >= 8000 - 2 and all(0 <= key < 2**32 for key in keys)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Ahead of time, for devices that are not here.
 
 
@@ -160,6 +157,5 @@ def test_the_compiled_kernel_stays_in_registers(capability, kind, n, tmp_path):
     constants = dict(HAS_MASTER=kind[2] is not None, BLOCK=BLOCK) | ({"n": 1} if n == 1 else {})
     aligned = ["n"] if n == "aligned" else []
     used, ptx = cubin_resources(module.adamw_kernel, capability, kinds, constants, aligned, WARPS, tmp_path)
-    print(f"sm_{capability} weights {kind[0]} moments {kind[1]} n {n}", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64  # 8 programs of 4 warps on an SM
     assert bool(re.search(r"st\.global[.\w:]*\.v4", ptx)) == (n == "aligned")  # 16 bytes at a time

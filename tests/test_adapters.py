@@ -319,5 +319,4 @@ def test_peft_agrees(case, tmp_path):
     expected, ours = there(TOKENS).logits.detach(), load_run(tmp_path / "peft", "cpu").model
     assert (expected - before).abs().max() > 0.1
     difference = (ours.logits(ours(TOKENS)).detach() - expected).abs().max()
-    print(f"{case}: {float(difference):.2g} of {float(expected.abs().max()):.3g}")
     assert difference < 1e-5

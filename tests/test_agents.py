@@ -12,6 +12,7 @@ import agents
 import grpo
 from data.tools import parse_calls, schema_of
 from evaluate import prepare_evaluation, run_evaluation
+from helpers.errors import assert_refused
 from helpers.models import DEVICE
 from padded import a_few, padded
 from runs import loading
@@ -21,7 +22,6 @@ from sample import complete, sample_groups
 from settings import EvaluateSettings, GRPOSettings, SampleSettings
 from snug.device.kinds import MIB
 from snug.memory.plan import plan
-from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 from training.dry_run import DryRun
 
@@ -56,7 +56,6 @@ def check_messages(sample, tokenizer):
     assert sample["tool_errors"] == errors or not sample["stopped"]  # there was no room for the last
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A run, and what is done with it
 
 
@@ -139,7 +138,6 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
     assert all(isinstance(sample["completion"], str) for sample in samples)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # From Python
 
 
@@ -175,11 +173,9 @@ def test_functions_and_a_class_of_a_cell(tmp_path):
         (dict(tools=[lambda text: text]), "tool <lambda> has no JSON schema"),
         (dict(environment=dict), "environment dict.reset raised AttributeError"),
     ):
-        with pytest.raises(SnugError, match=message):
-            grpo.train(prompts=prompts, **options | wrong)
+        assert_refused(message, grpo.train, prompts=prompts, **options | wrong)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
@@ -209,12 +205,10 @@ def test_a_plan_covers_what_tools_write(slots, tmp_path, monkeypatch):
         record = read_log(settings.out_dir)[-1]
         for phase in ("rollout", "eval"):
             taken, peak = record["mem_max_alloc_mb_" + phase], planned[phase][0] / MIB
-            print(f"{name}: {phase} takes {taken} of {peak:.3f} MiB")
             assert taken < peak + 0.0005  # the log has three decimals
             assert taken > 0.995 * peak or name != "each row, after a token"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Environments that draw, as in TRL's documentation
 
 

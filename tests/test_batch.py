@@ -135,7 +135,6 @@ def test_only_completion_rows_reach_the_head():
     torch.testing.assert_close(rows, hidden[0, [2, 3, 2, 4, 5, 6]], rtol=0, atol=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # On CUDA: few shapes, and no waits.
 
 

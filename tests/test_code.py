@@ -46,7 +46,6 @@ def rewards(task, row, completions):
     return given, seen
 
 
-# -----------------------------------------------------------------------------
 # Rows, prompts, programs
 
 
@@ -198,7 +197,6 @@ def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
     assert make_task(SFTSettings(task="examples.code:Code", data_file=path, eval_prompts=0), True)
 
 
-# -----------------------------------------------------------------------------
 # Two processes
 
 PLAIN = st.recursive(
@@ -416,7 +414,6 @@ def test_hostile_programs_gain_nothing_and_touch_nothing(tmp_path):
     assert POOL.submit(judged, GOOD).result(60)["passed"] == 1
 
 
-# -----------------------------------------------------------------------------
 # HumanEval itself
 
 

@@ -25,7 +25,6 @@ FIELD = dict(task="countdown", countdown_max_number=99)
 TASKS = {"addition": {}, "countdown": dict(task="countdown")}
 
 
-# -----------------------------------------------------------------------------
 # Every task
 
 
@@ -178,7 +177,6 @@ def test_a_warm_start_has_its_runs_problem(tmp_path):
     assert (start.digits, start.demonstration_noise) == (settings.digits, 0.3) and settings.digits != 3
 
 
-# -----------------------------------------------------------------------------
 # Addition
 
 
@@ -201,7 +199,6 @@ def test_addition_reward():
     assert rewarded == [1.0] * 3 + [0.0] * 7
 
 
-# -----------------------------------------------------------------------------
 # Reward functions of the user's
 
 

@@ -138,7 +138,6 @@ def test_an_error_in_respond_ends_the_call_after_the_others_returned():
     assert len(done) == finished
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Conversations: the turns are given, everything else is real.
 
 QUESTION = [dict(role="user", content="How much?")]
@@ -378,7 +377,6 @@ def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path)
         assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Limits
 
 
@@ -472,7 +470,6 @@ def test_a_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
     assert rollouts.mask[0].tolist() == [1] * first + [0] * written + [1]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Environments
 
 
@@ -578,7 +575,6 @@ def test_a_user_who_answers(form, later, chats, monkeypatch):
         assert rollouts.tokens[0].tolist() == whole
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Rewards
 
 

@@ -38,7 +38,6 @@ from snug.tokenizer import get_tokenizer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# -----------------------------------------------------------------------------
 # The estimators
 
 
@@ -90,7 +89,6 @@ def test_wilson_is_where_the_normal_test_turns():
     assert wilson(0.0, 9)[0] == pytest.approx(0, abs=1e-15) and wilson(1.0, 9)[1] == pytest.approx(1)
 
 
-# -----------------------------------------------------------------------------
 # A model that is asked. Its 16 tokens are hexadecimal digits; 3 ends a completion.
 
 
@@ -189,7 +187,6 @@ def test_temperature_0_samples_once():
     assert "each at temperature" not in table(summary)[0]
 
 
-# -----------------------------------------------------------------------------
 # A run that is asked
 
 

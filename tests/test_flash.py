@@ -170,7 +170,6 @@ def test_a_planned_row_keeps_the_output_and_a_sum_a_head(dtype):
         assert [part.grad.shape for part in (q, k, v)] == [part.shape for part in (q, k, v)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # As it trains: tiles of 64 tokens, in bfloat16. The interpreter cannot multiply bfloat16.
 
 TRAINED = [(256, [200] * 8), (77, [31, 1, 64, 129]), (1, [3])]
@@ -215,7 +214,6 @@ def test_errors_are_those_of_pytorchs_own_attention(groups, R, G, D, dtype):
         assert y_again[:, :, own].equal(y[:, :, own]) and dx_again[:, own].equal(dx[:, own])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Ahead of time, for devices that are not here.
 
 FORWARD = dict(dy=None, dq=None, delta=None)
@@ -259,7 +257,6 @@ def test_compiled_attention_stays_in_registers(capability, window, R, G, D, dtyp
             kernel, capability, pointers, constants,
             strides if D % 16 == 0 else [], options.pop("num_warps"), tmp_path, **options,
         )  # fmt: skip
-        print(f"sm_{capability} {name} {'dy' not in constants} {R * G}/{G} x {D} {dtype}", used)
         assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability]
         products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
         assert any(word in ptx for word in ("mma", "tcgen05")) == products

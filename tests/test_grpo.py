@@ -304,7 +304,6 @@ def test_log_probs_of_trainer_and_reference_are_the_plain_ones(temperature):
         assert (found[i, c:] == 0).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Memory: the promise, on a CPU, by the meter
 
 
@@ -338,7 +337,6 @@ def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
         records = read_log(tmp_path / "grpo")[1:]
         resident = tensor_bytes(policy.parameters()) / MIB * (changes == dict(beta=0.04))
         of_grpo = records[0]["mem_max_alloc_mb"]
-        print(f"{changes}: SFT {of_sft}, rollouts {max(sizes) / MIB:.3f}, GRPO {of_grpo}")
         assert of_grpo <= 1.01 * (of_sft + resident + max(sizes) / MIB)
         assert of_grpo >= 0.9 * of_sft  # both were measured
         for record in records:  # nothing of the rollout is left but its small tensors; gradients are gone
@@ -359,7 +357,6 @@ def test_no_drift_over_40_iterations(tmp_path, monkeypatch):
         assert max(values) <= 1.01 * min(values)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # It learns
 
 

@@ -9,6 +9,7 @@ import torch
 
 import grpo
 import train_sft
+from helpers.errors import assert_refused
 from helpers.runs import OPTIMIZERS, figures, refused, tiny
 from runs import checkpoint
 from runs.loading import tensors_of
@@ -122,8 +123,7 @@ def test_no_bad_update_is_applied(tmp_path, monkeypatch, start, number):
     place, options = PLACES[number], OPTIMIZERS[number % len(OPTIMIZERS)]
     poison, prepared, settings = poisoned(tmp_path, monkeypatch, start, place, save_interval=0, **options)
     if place[0] == "reward":
-        with pytest.raises(SnugError, match=r"reward function reward returned (nan|inf|-inf) for the completion"):
-            grpo.main(prepared)
+        assert_refused(r"reward function reward returned (nan|inf|-inf) for the completion", grpo.main, prepared)
         assert same(poison.states[2], poison.states[3])
         return
     grpo.main(prepared)

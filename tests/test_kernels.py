@@ -46,7 +46,6 @@ def only_kernels(request, monkeypatch):
         monkeypatch.setattr(kvcache.torch, "baddbmm", lambda *_: pytest.fail("plain torch ran"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Values.
 
 
@@ -185,7 +184,6 @@ def test_kernel_rows_are_those_of_the_naive_generator(shape, changes, own, monke
     assert len(addresses) > 1 and all(len(found) == 1 for found in addresses.values())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Ahead of time, for devices that are not here: at the blocks and warps that the shape rule picks.
 
 
@@ -235,7 +233,6 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         multiples = aligned(width=width, row_stride=width)
         its = pointers, constants, multiples, warps, tmp_path
         used, ptx = resources(rows.rows_kernel, capability, *its)
-        print(f"sm_{capability} V={V} {dtype} {name} {block=} {warps=}", used)
         # An address may wait for the end of the loop, but not where most runs are.
         assert used["STACK"] <= (0 if dtype == "bf16" and capability in (80, 90) else 8)
         assert used["LOOP"] == used["LOCAL"] == 0
@@ -257,7 +254,6 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
     integers = dict(width=width, n_vocab=n_vocab, row_stride=width, length=length)
     its = pointers, shape | ones(**integers), aligned(**integers), warps, tmp_path
     used, ptx = resources(draw.draw_kernel, capability, *its)
-    print(f"sm_{capability} V={width} {dtype} draw {shape} warps={warps}", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128 and used["SHARED"] <= SHARED[capability]
     assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (width == 151936)
     assert "fma.rn.f32" in ptx and "TRITON_DEFAULT_FP_FUSION" in os.environ
@@ -297,7 +293,6 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
     used, ptx = resources(
         attention.attend_kernel, capability, pointers, constants, rows, 4, tmp_path, maxnreg=attention.REGISTERS
     )
-    print(f"sm_{capability} {H}/{G} x {D} {dtype} {constants}", used)
     assert used["LOCAL"] == 0 and used["REG"] <= attention.REGISTERS and used["SHARED"] <= SHARED[capability]
     if (capability, dtype) == (75, "bf16"):
         assert "mma" not in ptx

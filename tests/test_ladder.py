@@ -84,7 +84,6 @@ ROUNDED += [(HALF, 0.03), (HALF | dict(optimizer_dtype="bfloat16"), 0.05)]
 def test_rounding_moves_the_loss_curve_a_little(curves, changes, most):
     plain, changed = curves("sft", **FLOAT32), curves("sft", **FLOAT32 | changes)
     distance = worst(plain, changed, "loss")
-    print(f"{changes}: {distance:.4f}")
     assert 1e-6 < distance <= most
 
 

@@ -63,7 +63,6 @@ def make_tables(B, T, D, rows):
     return [table[positions][:, None] for table in rotary_table(config, 1 + int(positions.max()), DEVICE)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Rotary.
 
 
@@ -101,7 +100,6 @@ def test_rotary_rotates_and_back(B, T, sizes, D, dtype):
         assert parts[2].detach().double().equal(exact.detach().split(sizes, 1)[2])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # SwiGLU and GeGLU.
 
 
@@ -131,7 +129,6 @@ def test_a_gated_unit_and_its_gradient(shape, dtype, gelu):
         torch.testing.assert_close(ours.double(), truth, **tolerance)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # NF4.
 
 
@@ -260,7 +257,6 @@ def test_few_rows_without_gradients_take_the_product(monkeypatch):
             taken.clear()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Residual adds.
 
 
@@ -323,7 +319,6 @@ def test_adapters_add_to_products_that_add(autocast, monkeypatch):
         torch.testing.assert_close(adapted(tokens), hidden, rtol=0.1, atol=0.1 if dtype == torch.bfloat16 else 0.02)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What is kept for backward.
 
 
@@ -366,7 +361,6 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
     assert planned_forward("cuda", "float32", n_layer=1)[2].count("clone") == 2
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Ahead of time, for devices that are not here.
 
 
@@ -388,7 +382,6 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
             chosen = constants | {name: 1 for name in equal_to_one if name in kernel.arg_names}
             pointers = {name: kind for name, kind in x.items() if name in kernel.arg_names and name not in chosen}
             used, ptx = cubin_resources(kernel, capability, pointers, chosen, aligned - set(chosen), 4, tmp_path)
-            print(f"sm_{capability} {dtype} {kernel.__name__} {chosen}", used)
             assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= most
             if constants.get("M") != 1:  # 16 bytes at a time; of one head there are not enough for all threads
                 assert "ld.global.v4" in ptx and "st.global.v4" in ptx
@@ -411,7 +404,6 @@ def test_compiled_nf4_rounds_as_its_twin(capability, dtype, tmp_path, monkeypatc
     fused = []
     for chosen in (options, {}):
         used, ptx = cubin_resources(kernel, capability, pointers, constants, ["blocks"], 4, tmp_path, **chosen)
-        print(f"sm_{capability} {dtype} {chosen}", used)
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 40
         assert len(re.findall("ld.global.b8", ptx)) <= 2 and "st.global.v4" in ptx  # 16 bytes at a time
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -439,6 +431,5 @@ def test_compiled_nf4_product_stays_in_registers(capability, n, rank, tmp_path, 
     pointers |= dict(alpha="fp32", counters="*i32")
     aligned = ["rows", "all_rows", "columns", "rank"]
     used, ptx = cubin_resources(kernel, capability, pointers, constants, aligned, warps, tmp_path, **options)
-    print(f"sm_{capability} {constants} {warps} warps", used)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] * 32 * warps <= 65536
     assert used["SHARED"] <= SHARED[capability] // 2 and ("mma" in ptx or "tcgen05" in ptx)

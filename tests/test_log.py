@@ -16,6 +16,7 @@ import evaluate
 import grpo
 import report
 import train_sft
+from helpers.errors import assert_refused
 from helpers.runs import tiny
 from runs import log
 from runs.checkpoint import newest
@@ -175,8 +176,7 @@ def test_an_evaluation_that_fails_loses_no_iteration(tmp_path, monkeypatch, fail
         return real(*arguments)
 
     monkeypatch.setattr("training.state.evaluate_run", fails)
-    with pytest.raises(SnugError, match="reward function f raised"):
-        train_sft.main(prepare(sft))
+    assert_refused("reward function f raised", train_sft.main, prepare(sft))
     assert newest(sft.out_dir).name == f"checkpoint-{failing:06d}"
     records = read_log(sft.out_dir)
     assert len(records) == failing and "pass_at_1" not in records[-1] and "loss" in records[-1]

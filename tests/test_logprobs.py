@@ -32,7 +32,6 @@ def make_head(M, C, V, dtype=torch.float64, seed=0):
     return hidden, weight, targets, torch.randn(M, generator=generator).to(DEVICE, dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Values and gradients.
 
 
@@ -116,7 +115,6 @@ def test_extreme_logits_stay_finite():
     assert token_logprobs(logits, targets).isnan().tolist() == [True, False, False]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # head_loss: one visit, and where the weight's gradient goes.
 
 
@@ -195,7 +193,6 @@ def test_frozen_weight_frozen_hidden_and_no_grad():
     assert weight.grad is None and hidden.grad is None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Precision of the products.
 
 
@@ -243,7 +240,6 @@ def test_bfloat16_products(autocast):
         assert_near(other, truth.grad, 1.5 * worst)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Memory: what is saved, what is alive.
 
 

@@ -105,7 +105,6 @@ def adapters_of(*matrices):
     return {f"blocks.{i}.{matrix}.lora_{letter}" for i in range(2) for matrix in matrices for letter in "AB"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # In a run
 
 

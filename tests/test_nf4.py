@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from batch import Cut
 from helpers import HOME
+from helpers.errors import assert_refused
 from helpers.models import DEVICE, SHAPES, make_flat_model, make_model
 from helpers.rollouts import WAYS, K, assert_same_gradient, gradient, make_rollouts
 from helpers.runs import run_grpo
@@ -41,7 +42,6 @@ FIELDS = Quantized._fields
 TARGETS = list(lora.TARGETS)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The format
 
 
@@ -135,7 +135,6 @@ def test_what_has_no_nf4_is_refused():
             NF4((64, 64), "cpu").copy_(weight)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The layer
 
 
@@ -218,7 +217,6 @@ def test_nothing_of_a_matrix_is_kept_for_backward():
     assert kept[0] == 0 < kept[1]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Folders
 
 
@@ -255,7 +253,6 @@ def test_a_whole_model_is_never_there_at_once(tmp_path, monkeypatch):
     assert after < 0.35 * whole and peak < after + 5 * largest < whole
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # In a run
 
 LORA = ["--lora_rank=4", "--lora_alpha=8", "--base_dtype=nf4"]
@@ -329,8 +326,7 @@ def test_adapters_are_exported_as_peft_has_them(tmp_path, varied_rewards):
 def test_adapters_that_peft_cannot_have_are_refused(sft, tmp_path):
     run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
     for folder, said in ((tmp_path / "run", "is no Hugging Face folder; leave"), (sft, "has no adapters; leave")):
-        with pytest.raises(SnugError, match=said):
-            export.main(ExportSettings(to=str(tmp_path / "exported"), adapters=True), str(folder))
+        assert_refused(said, export.main, ExportSettings(to=str(tmp_path / "exported"), adapters=True), str(folder))
 
 
 def test_a_plain_run_goes_on_from_it(sft, tmp_path, varied_rewards):

@@ -49,7 +49,6 @@ def test_two_steps_equal_the_formula():
         assert p.grad is None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Where the state lives and how it is rounded.
 
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16")
@@ -138,7 +137,6 @@ def test_on_cuda_a_step_allocates_its_ring_and_no_more(options, size, monkeypatc
     assert 0 <= live.peak - before - RING * 2000 * size < 100
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What is on the host is copied beside compute. tests/streams.py raises Race where a GPU might be too early.
 
 

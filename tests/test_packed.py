@@ -90,7 +90,6 @@ def test_packed_is_padded_step_by_step(step_size, budget):
         assert_same_gradient(gradient(model, rollouts, cut, options, step), oracle)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Who must not be seen
 
 
@@ -113,7 +112,6 @@ def test_nothing_is_read_beyond_the_end(shape):
             assert metrics == others and all(torch.equal(gradients[name], right[name]) for name in right)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What it is for
 
 

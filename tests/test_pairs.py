@@ -17,6 +17,7 @@ from data.pairs import MOST, compared, comparison, sign_flip, verdict
 from evaluate import compare
 from helpers import HOME
 from helpers.commands import python
+from helpers.errors import assert_refused
 from helpers.models import make_model
 from runs.evaluation import prepare_pair
 from runs.prepare import prepare
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["--task=addition", "--digits=1", "--max_new_tokens=12", "--device=cpu"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Is B better?
 
 
@@ -125,7 +125,6 @@ def test_the_verdict_is_about_sampled_answers_if_there_are_any():
     assert verdict(comparison(ours, ours))[-1] == "no difference to see: sampled right, p = 1"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The command
 
 
@@ -220,8 +219,7 @@ def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
         assert a.settings.task == b.settings.task == order[1]
     a, b = prepare_pair(EvaluateSettings(task="countdown"), {"task"}, run, str(tmp_path / "countdown"))
     assert a.settings.task == b.settings.task == "countdown"
-    with pytest.raises(SnugError, match="a has no task of its own"):
-        prepare_pair(prepare_options, set(), model, model)
+    assert_refused("a has no task of its own", prepare_pair, prepare_options, set(), model, model)
 
 
 def test_the_command_takes_one_folder_or_two(folders, tmp_path):

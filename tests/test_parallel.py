@@ -8,6 +8,7 @@ import torch
 import grpo
 from batch import Cut
 from helpers.commands import python
+from helpers.errors import assert_refused
 from helpers.models import DEVICE, make_model
 from helpers.rollouts import some_rollouts
 from helpers.runs import assert_same_weights, told
@@ -15,7 +16,6 @@ from processes import CHECKS, GRPO
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.memory.plan import plan
-from snug.options import SnugError
 from training.dry_run import DryRun
 from training.parallel import Processes, merged
 
@@ -75,8 +75,7 @@ def test_a_process_of_several_is_planned_by_its_share_of_the_batch():
         (dict(parallel="ddp", num_processes=8, batch_size=4), "batch_size=4 is less than 8 processes"),
         (dict(parallel="fsdp", plan=True), "parallel=fsdp does not support plan=True; use --plan=False"),
     ):
-        with pytest.raises(SnugError, match=message):
-            GRPOSettings(**options).check()
+        assert_refused(message, GRPOSettings(**options).check)
 
 
 def test_metrics_are_added_up_and_maxima_are_not():

@@ -7,11 +7,12 @@ import pytest
 import grpo
 from data.scores import share_of
 from data.task import text_of
+from helpers.errors import assert_refused
 from helpers.models import make_chat_model
 from helpers.runs import figures
 from runs.log import read_log
 from settings import GRPOSettings, SFTSettings
-from snug.options import SnugError, read_settings
+from snug.options import read_settings
 from training.figures import groups_of
 
 PROMPTS = [dict(prompt=f"How many are {i} and {i}?", answer=str(2 * i)) for i in range(80)]
@@ -137,5 +138,4 @@ def test_the_time_that_is_left_is_that_of_a_resumed_run_and_of_the_second_iterat
 
 
 def test_sft_has_no_probe():
-    with pytest.raises(SnugError, match="probe"):
-        read_settings(SFTSettings, ["config/sft_small.py", "--probe"])
+    assert_refused("probe", read_settings, SFTSettings, ["config/sft_small.py", "--probe"])

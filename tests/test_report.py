@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 import report
+from helpers.errors import assert_refused
 from helpers.pages import CHROMIUM, make_run, make_samples, page_of
 from helpers.runs import refused
 from runs.page.charts import charts_of
 from runs.page.runs import read_run, read_runs
 from runs.page.write import island, shown
 from settings import GRPOSettings
-from snug.options import HIDDEN, SnugError, plain
+from snug.options import HIDDEN, plain
 
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>"]
 HOSTILE += ["\u2028 & \" ' ` ${window.hacked = 1} \u202e gnihton", "<b>bold</b>\n\ttwo lines"]
@@ -155,8 +156,7 @@ def test_runs_that_are_not_finished_or_empty():
         file.write('{"iter": 4, "lo')
     assert len(read_runs([folder])[0].records) == 4
     (Path("a/log.jsonl")).write_text("")
-    with pytest.raises(SnugError, match="log.jsonl has no iteration yet"):
-        read_runs([folder])
+    assert_refused("log.jsonl has no iteration yet", read_runs, [folder])
 
 
 @pytest.mark.parametrize(

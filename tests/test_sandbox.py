@@ -56,7 +56,6 @@ def others():
     OTHERS.update(processes())
 
 
-# -----------------------------------------------------------------------------
 # What texts do. {X} is a file that must not appear, {KEPT} one that must not change
 
 
@@ -171,7 +170,6 @@ def test_root_becomes_nobody(monkeypatch):
         assert values(box, *tasks) == [65534] * 4
 
 
-# -----------------------------------------------------------------------------
 # What texts read
 
 
@@ -263,7 +261,6 @@ def test_each_layer_that_is_missing_is_named_once():
     assert done.stdout == "1\n" and done.returncode == 0
 
 
-# -----------------------------------------------------------------------------
 # Results and requests
 
 
@@ -390,7 +387,6 @@ def test_what_cannot_start_or_confine_is_an_error(monkeypatch):
         box.call("echo", [[1]])
 
 
-# -----------------------------------------------------------------------------
 # The filter
 
 

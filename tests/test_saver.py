@@ -187,7 +187,6 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, o
     assert checkpoint.newest(tmp_path).name == "checkpoint-000002"
 
 
-# -----------------------------------------------------------------------------
 # Errors in an iteration
 
 

@@ -43,7 +43,6 @@ def words(groups):
     return [[a[0] == b[0] and b[1] in (0, a[1]) and j <= i for j, b in enumerate(row)] for i, a in enumerate(row)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Who sees what
 
 
@@ -100,7 +99,6 @@ def test_a_window_is_what_the_words_say(groups, window):
         assert sees == words(groups)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Batches of segments
 
 
@@ -143,7 +141,6 @@ def test_batches_have_each_segment_once_and_few_others(groups, alone, similar):
         assert len(batch.padding) <= (1 - similar) * n * longest
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Attention
 
 

@@ -59,7 +59,6 @@ GONE = dict.fromkeys(
     "of an old commit, and the text says so",
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The command lines of the texts
 
 
@@ -102,7 +101,6 @@ def test_the_texts_have_commands_of_every_kind():
     assert tidy('python a.py --x=1 [--y=2] [--z=a|b] "c  d"     [a remark] # why') == "python a.py --x=1 --y=2 'c  d'"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A user's folder
 
 
@@ -219,7 +217,6 @@ def need(place, monkeypatch):
     shutil.copytree("out", f"made/{folder}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Everything runs
 
 

@@ -34,7 +34,6 @@ CPU = torch.device("cpu")
 both = pytest.mark.parametrize("kind_of_streams", [fake_streams] + [nullcontext] * torch.cuda.is_available())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A reference on the host
 
 
@@ -141,7 +140,6 @@ def test_streamed_weights_take_larger_micro_batches():
     assert sum(seen) == sum(cut.prompt_lengths) + sum(cut.completion_lengths) - 12
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Pinned memory
 
 

@@ -95,7 +95,6 @@ def test_rows_of_logits_far_apart_are_finite():
     assert found.isfinite().all() and teacher_logits.isfinite().all() and (found > 0.6).all()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The head
 
 
@@ -115,7 +114,6 @@ def test_logits_of_both_models_are_never_alive():
     assert live.peak / MIB < chunk_mb + scratch + 2 < M * V * 4 / MIB / 4
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The loss
 
 
@@ -152,7 +150,6 @@ def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     assert float(metrics["divergence"]) == pytest.approx(float(apart.sum()) / 20)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The gradient of a step
 
 
@@ -262,7 +259,6 @@ def test_a_teacher_beside_every_kind_of_loss(name, options):
         assert_same_gradient(gradient_of(model, rollouts, Cut(rollouts, 0, budget, K), options, head), expected)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Whole runs
 
 
@@ -362,7 +358,6 @@ def test_the_plan_is_what_a_run_takes(places, name, place, tmp_path, monkeypatch
         assert planned.host == pytest.approx(record["mem_max_host_mb"] * MIB - before, rel=1e-3)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What is refused
 
 
