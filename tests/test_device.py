@@ -57,23 +57,18 @@ def switches():
     return torch.backends.cuda.matmul.fp32_precision, torch.backends.cuda.cudnn_sdp_enabled()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A GPU that cannot be used
 
 
 BUSY = "CUDA error: all CUDA-capable devices are busy or unavailable"
+NOT_COMPILED = "Torch not compiled with CUDA enabled"
 
 
 @pytest.mark.parametrize(
     "device, name, error, said",
     [
         ("cuda", "init", RuntimeError(f"{TOO_OLD}\nmore"), f"{TOO_OLD}; use another device, or --device=cpu"),
-        (
-            "cuda:0",
-            "init",
-            AssertionError("Torch not compiled with CUDA enabled"),
-            "Torch not compiled with CUDA enabled;",
-        ),
+        ("cuda:0", "init", AssertionError(NOT_COMPILED), f"{NOT_COMPILED};"),
         ("auto", "set_device", RuntimeError(BUSY), f"{BUSY};"),
         ("xpu", "init", None, "snug runs on cpu, cuda and mps; use another device, or"),
         ("gpu", "init", None, ""),
@@ -84,7 +79,6 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason_of_torch(h100, 
     assert refused(pick_device, device).startswith(f"device='{device}': {said}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # How torch is told to use it
 
 
@@ -110,7 +104,6 @@ def test_the_default_dtype_is_what_the_device_is_fast_in(h100, capability, fast)
     assert with_dtype(GRPOSettings(), "mps").dtype == "float32" and with_dtype(half, "mps").dtype == "bfloat16"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Apple's MPS. How the loops run on it: tests/test_fake_mps.py
 
 
@@ -118,9 +111,8 @@ def test_the_default_dtype_is_what_the_device_is_fast_in(h100, capability, fast)
 def mac(monkeypatch):
     """A Mac: torch has MPS, whose tensors are on the CPU here. `mac.asked`: what was asked of torch.mps."""
     zeros, mps = torch.zeros, SimpleNamespace(asked=[])
-    for name, answer in dict(
-        synchronize=None, empty_cache=None, driver_allocated_memory=5 * MIB, recommended_max_memory=100 * MIB
-    ).items():
+    answers = dict(synchronize=None, empty_cache=None, driver_allocated_memory=5 * MIB)
+    for name, answer in (answers | dict(recommended_max_memory=100 * MIB)).items():
         monkeypatch.setattr(torch.mps, name, lambda name=name, answer=answer: mps.asked.append(name) or answer)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
@@ -189,7 +181,6 @@ def test_mps_waits_for_uploads_that_are_not_pinned(monkeypatch):
     assert seen == [("cpu", {}), ("mps", {}), "pinned", ("cuda", dict(non_blocking=True))]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # AMD's GPUs, which torch names cuda
 
 
@@ -200,11 +191,8 @@ def test_amd_gets_no_option_that_its_triton_lacks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     for hip in (None, "6.4"):
         monkeypatch.setattr(torch.version, "hip", hip)
-        for options in (
-            dict(maxnreg=64, M=2),
-            dict(num_warps=32),
-            dict(num_warps=8, num_stages=1, enable_fp_fusion=False),
-        ):
+        fused = dict(num_warps=8, num_stages=1, enable_fp_fusion=False)
+        for options in (dict(maxnreg=64, M=2), dict(num_warps=32), fused):
             kernels.launch(kernel, (1,), torch.empty(1), **options)
     assert seen[:3] == [dict(maxnreg=64, M=2), dict(num_warps=32), seen[2]]
     assert seen[3:] == [dict(M=2, num_warps=4), dict(num_warps=16), seen[2]]
@@ -214,7 +202,6 @@ def test_amd_gets_no_option_that_its_triton_lacks(monkeypatch):
         assert seen[3].keys() | seen[5].keys() <= HIPOptions.__dataclass_fields__.keys() | {"M"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Kernels that cannot be built
 
 
@@ -244,9 +231,8 @@ def test_without_kernels_plain_torch_runs_and_is_planned(h100, capsys):
     h100.setattr(kernels, "why_no_kernels", lambda: "Triton needs a C compiler")
     kernels.warn_without_kernels()
     said = capsys.readouterr().err
-    assert said.startswith("warning: without kernels and CUDA graphs") and said.endswith(
-        ": Triton needs a C compiler\n"
-    )
+    assert said.startswith("warning: without kernels and CUDA graphs")
+    assert said.endswith(": Triton needs a C compiler\n")
     h100.setattr(kernels, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False))))
     with PlanningMode("cuda", Ledger()):
         planned = torch.empty(3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data import make_task
 from data.answers import MAX_ANSWER, MAX_COMPLETION, last_number, number_after_marker
 from helpers.errors import assert_refused
-from helpers.tasks import written
+from helpers.tasks import rewards, written
 from settings import GRPOSettings
 
 SAMPLE = Path(__file__).parent / "gsm8k_sample.jsonl"
@@ -37,11 +37,6 @@ def task(tmp_path_factory):
     return task_of(written(tmp_path_factory.mktemp("gsm8k"), [*LINES, *map(made_up, range(1200))]))
 
 
-def rewards(task, rows, completions, **more):
-    return task.rewards([row["prompt"] for row in rows], completions, answer=[row["answer"] for row in rows], **more)
-
-
-# -----------------------------------------------------------------------------
 # Which text is which number
 
 SPELLINGS = {  # as the answer after a marker, and as the last number of a text
@@ -145,7 +140,6 @@ def test_equal_numbers_are_equal_however_they_are_written(a, b, rng):
     assert (one == other) == (Fraction(a) == Fraction(b))
 
 
-# -----------------------------------------------------------------------------
 # The task
 
 

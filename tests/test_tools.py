@@ -120,7 +120,6 @@ def test_methods_of_an_environment():
     assert methods_of(None) == {}
 
 
-# -----------------------------------------------------------------------------
 # The built-in tools
 
 SUMS = {"1+2*3": "7", "(1 + 2) / 4": "0.75", "0.1 + 0.2": "0.3", "1/3": "0.333333333333", " -(+3) ": "-3", "10/5": "2"}
@@ -173,15 +172,12 @@ def test_code_that_does_not_end(monkeypatch):
     monkeypatch.setattr("data.tools.PYTHON_SECONDS", 0.5)
     monkeypatch.setattr("data.tools.POOL", ThreadPoolExecutor(1))
     assert call_tool(TOOLS, call("python", code="print(2)"), 60) == ("2\n", False)
-    late = call_tool(TOOLS, call("python", code="while True: pass"), 0.1)
-    assert late == ("{'error': 'python took longer than 0.1 seconds'}", True)
+    endless = call("python", code="while True: pass")
+    assert call_tool(TOOLS, endless, 0.1) == ("{'error': 'python took longer than 0.1 seconds'}", True)
     assert call_tool(TOOLS, call("python", code="print(3)"), 60) == ("3\n", False)
-    assert (
-        call_tool(TOOLS, call("python", code="while True: pass"), 60)[0] == "{'error': 'took longer than 0.5 seconds'}"
-    )
+    assert call_tool(TOOLS, endless, 60)[0] == "{'error': 'took longer than 0.5 seconds'}"
 
 
-# -----------------------------------------------------------------------------
 # Calls in text
 
 
@@ -203,12 +199,8 @@ READ = [  # form, text, content, calls
     ("hermes", '<tool_call>{"name": "f", "parameters": {"a": ";"}, "id": 7}</tool_call>', "", [call("f", a=";")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}', "", [call("f", a=2)]),
     ("hermes", f"Let me see.\n\n<tool_call>\n{F}{ARGS}}}", "Let me see.", [SUM]),
-    (
-        "hermes",
-        f'<tool_call>{{"arguments": {ARGS}, "name": "calc"}}</tool_call>\nDone.',
-        "Done.",
-        [SUM],
-    ),  # Hermes 2 Pro
+    # Hermes 2 Pro
+    ("hermes", f'<tool_call>{{"arguments": {ARGS}, "name": "calc"}}</tool_call>\nDone.', "Done.", [SUM]),
     ("hermes", '<tool_call>{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}</tool_call>', "", [CODE]),
     ("llama", ' {"name": "f", "parameters": {"a": "x; y"}}\n', "", [call("f", a="x; y")]),
     ("llama", f'<|python_tag|>{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
@@ -232,19 +224,9 @@ READ = [  # form, text, content, calls
 ]
 # Texts without a call.
 NO_CALL = {"inline": ["<sum>1</sum>", "</calc> <calc>", "1</calc>"], "llama": ["", "[1]", '{"name": "calc", "para']}
-NO_CALL["llama"] += [
-    '{"name": "Ada", "age": 36}',
-    'I use {"name": "f", "parameters": {}}',
-    '{"name": "f", "parameters": {}} Done',
-]
+NO_CALL["llama"] += ['{"name": "Ada", "age": 36}', 'I use {"name": "f", "parameters": {}}']
+NO_CALL["llama"] += ['{"name": "f", "parameters": {}} Done']
 READ += [(form, text, text, []) for form, texts in NO_CALL.items() for text in texts]
-
-
-@pytest.mark.parametrize("form, text, content, calls", READ)
-def test_calls_are_read(form, text, content, calls):
-    assert parse_calls(text, form, SCHEMAS) == (content, calls)
-
-
 REAL, ASIDE = hermes("calc", expression="2+2"), hermes("calc", expression="1+1")
 TWO = [call("calc", expression="2+2")]
 LLAMA = [json.dumps(dict(name="calc", parameters=dict(expression=text))) for text in ("1+1", "2+2")]
@@ -270,28 +252,23 @@ THOUGHTS = [  # form, does the prompt end with <think>, text, content, calls
 ]
 
 
-@pytest.mark.parametrize("form, thinks, text, content, calls", THOUGHTS)
-def test_a_thought_has_no_calls(form, thinks, text, content, calls):
+@pytest.mark.parametrize(
+    "form, thinks, text, content, calls", [*((form, False, *its) for form, *its in READ), *THOUGHTS]
+)
+def test_calls_are_read_and_a_thought_has_none(form, thinks, text, content, calls):
     """It ends with the last </think>."""
     assert parse_calls(text, form, SCHEMAS, thinks) == (content, calls)
 
 
 DEEP = '{"name": "f", "arguments": {"a": ' + "[" * 50_000
 BAD = ["", "{", "x", "[]", "1", '"f"', "{}", '{"name": "f"}', '{"name": 1, "arguments": {}}', DEEP]
-BAD += [
-    f"{F}{ARGS}}}}}",
-    f"[{F}{ARGS}}}]",
-    f"{F}{json.dumps(ARGS)}}}",
-    "{'name': 'calc', 'arguments': {}}",
-    f"{F}{ARGS},}}",
-]
+BAD += [f"{F}{ARGS}}}}}", f"[{F}{ARGS}}}]", f"{F}{json.dumps(ARGS)}}}", f"{F}{ARGS},}}"]
+BAD += ["{'name': 'calc', 'arguments': {}}"]
 BAD += ["<function=calc><parameter=expression>1+1</parameter></function>", '{"name": "f", "arguments": {"a": "\\d"}}']
 BAD += ['{"name": "f", "arguments": []}', '{"name": "f", "arguments": "[]"}', '{"name": null, "arguments": {}}']
 BAD += ['{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": {}} {}', '{"name": "f", "arguments": {}} x']
-BAD += [
-    '{"name": "f", "arguments": {"a": ' + value + "}}"
-    for value in ("NaN", "-Infinity", "1e999", "9" * 5000, '"\\udfff"')
-]
+NUMBERS = "NaN", "-Infinity", "1e999", "9" * 5000, '"\\udfff"'
+BAD += ['{"name": "f", "arguments": {"a": ' + value + "}}" for value in NUMBERS]
 
 
 @pytest.mark.parametrize("block", BAD, ids=range(len(BAD)))
@@ -321,7 +298,6 @@ def test_any_text_is_read_at_once():
     assert time.monotonic() - began < 10
 
 
-# -----------------------------------------------------------------------------
 # Bad tools
 
 
