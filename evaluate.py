@@ -28,6 +28,7 @@ from statistics import fmean
 from runs.checkpoint import class_of_runs
 from runs.evaluation import prepare_evaluation, prepare_pair
 from runs.notes import notes
+from runs.prepare import Prepared
 from settings import EvaluateSettings
 from snug.options import friendly_errors, in_one_line, plain, read_settings
 from snug.options.progress import phase, say, speak
@@ -134,7 +135,7 @@ def score(prepared, prompts, completions, columns):
 # The evaluations of a run that trains
 
 
-def evaluate_run(model, prepared, meter, limits):
+def evaluate_run(model, prepared, meter, limits) -> dict[str, float]:
     """The scores of the model that a run trains, as entries of the log."""
 
     def sample():
@@ -148,7 +149,7 @@ def evaluate_run(model, prepared, meter, limits):
     return run_scores(limits.processes.from_all_ranks(lambda: samples))
 
 
-def run_scores(of_processes):
+def run_scores(of_processes: list[tuple[list[dict], list[dict]]]):
     """What sample_held_out returned in each process -> entries of the log.
 
     pass_at_1; task_pass_at_1 with reward_funcs and a task that scores; eval_reward_mean; and these with _sampled.
@@ -211,11 +212,10 @@ def main(options, prepared, file: Path | None, run=None):
     return summary, samples
 
 
-def compare(options, models):
+def compare(options, models: list[Prepared]):
     """Print the tables of two models, A and B, and whether B is better.
 
-    models: of prepare_pair. Their rows have the same numbers, and the seed is the same: so they share their luck. One
-    model is in memory.
+    Their rows have the same numbers, and the seed is the same: so they share their luck. One model is in memory.
     """
     generators, samples = generator_state(), []  # an environment may draw from them
     for each in models:

@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         settings, given, folder = read_settings(SampleSettings, sys.argv[1:], positional="folder")
         run = find_run(folder)
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, nullcontext
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Rollouts:
         rows = zip(self.tokens.tolist(), *lengths, strict=True)
         return [ids[start : start + length] for ids, start, length in rows]
 
-    def columns(self):
+    def columns(self) -> dict[str, torch.Tensor]:
         """{name: tensor} of the columns that are there."""
         return {name: column for name, column in vars(self).items() if column is not None}
 
@@ -134,15 +134,15 @@ def sample_groups(
     group_size: int,
     max_new_tokens: int,
     *,
-    temperature=1.0,
-    stop_token=None,
-    seed=0,
+    temperature: float = 1.0,
+    stop_token: int | tuple[int, ...] | None = None,
+    seed: int = 0,
     max_batch=None,
     chunk_mb=0,
-    first_row=0,
-    is_over=None,
-    respond=None,
-    enforce_eager=False,
+    first_row: int = 0,
+    is_over: Callable[[list[int]], bool] | None = None,
+    respond: Callable[[int, list[int]], list[int] | None] | None = None,
+    enforce_eager: bool = False,
 ) -> Rollouts:
     """`group_size` completions of each prompt, side by side -> N = len(prompts) * group_size rows.
 

@@ -40,7 +40,7 @@ PART = re.compile(rf"(?:(?:[/^]{{?|}}{{)[{DASH}+]?(?:\\?[$] ?)?|[0-9][A-Za-z]|[0
 BOX = re.compile(r"((?:[^{}]|{[^{}]*})*)}")  # the content of \boxed{}: 42 \text{ apples}
 
 
-def number_after_marker(completion: str):
+def number_after_marker(completion: str) -> str | None:
     """The number after the last #### or in the last \\boxed{}, whichever comes later, as text: "-1000.5"; or None.
 
     The number comes first there, and only words may follow on its line: a completion with two numbers has no answer.
@@ -77,7 +77,7 @@ def last_number(completion: str):
     return None if PART.search(before) else spell(before, run[0])
 
 
-def spell(before, run):
+def spell(before: str, run: str):
     """ "is -$", "1,000.50" -> "-1000.5"; None for 1,00 and 1.2.3."""
     number = NUMBER.fullmatch(run)
     if not number or len(run) > MAX_ANSWER:

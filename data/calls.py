@@ -17,6 +17,7 @@ import inspect
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -32,7 +33,7 @@ class OutOfTime(BaseException):
     """A function is late. It is no Exception, so `except Exception` in the function does not catch it."""
 
 
-def complete(call, seconds):
+def complete(call: Callable, seconds: float):
     """What call() returns, also of an `async def`. Raises OutOfTime after `seconds` (0: no limit)."""
     if not seconds:
         answer = call()
@@ -43,7 +44,7 @@ def complete(call, seconds):
     return awaited(answer, seconds)
 
 
-def awaited(answer, seconds=0.0):
+def awaited(answer, seconds: float = 0.0):
     """The result of a coroutine. Anything else is one already."""
     if not inspect.iscoroutine(answer):
         return answer
@@ -101,7 +102,7 @@ def in_a_thread(call, seconds):
 
 
 @contextmanager
-def blaming(what, limit, hint):
+def blaming(what: str, limit: str, hint: str):
     """What is raised inside becomes a SnugError: what failed and at which line. The traceback is its note.
 
     limit: the option of the time limit, and its value. hint: what the function gets, which it may have mistaken.
@@ -123,7 +124,7 @@ def blaming(what, limit, hint):
         raise failure from None
 
 
-def name_of(function) -> str:
+def name_of(function: Callable) -> str:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)

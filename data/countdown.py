@@ -17,6 +17,7 @@ import ast
 import math
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -101,7 +102,7 @@ class Expression(NamedTuple):
     binding: int  # precedence of the outermost operator; a number has 3
 
 
-def random_expression(numbers, operators, rng):
+def random_expression(numbers, operators, rng) -> Expression:
     """Joins two random expressions until one expression over all numbers is left."""
     left = [Expression(float(number), str(number), 3) for number in numbers]
     while len(left) > 1:
@@ -148,7 +149,7 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction | None:
         return None
 
 
-def value_of(node: ast.expr, operators=NODES) -> Fraction:
+def value_of(node: ast.expr, operators: dict[type, Callable] = NODES) -> Fraction:
     """Raises ValueError for what is neither a number nor one of the operations."""
     if isinstance(node, ast.Constant):
         return Fraction(repr(node.value))  # 0.1 is a tenth

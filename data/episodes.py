@@ -19,6 +19,7 @@ Left out: images; environments that differ from row to row. Tests: tests/test_ep
 """
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -81,7 +82,7 @@ class Toolbox:
                 self.environments.append(self.make_environment())
         return self.environments[:n]
 
-    def reward_functions(self):
+    def reward_functions(self) -> list[Callable]:
         """The environment's get_reward as a reward function, if it has one."""
         kind = type(self.environments[0])
         if not hasattr(kind, "get_reward"):
@@ -94,7 +95,7 @@ class Toolbox:
         return [rewards]
 
 
-def make_toolbox(settings, tokenizer, functions=()) -> Toolbox | None:
+def make_toolbox(settings, tokenizer, functions: Mapping = {}) -> Toolbox | None:
     """None if the settings name no tool and no environment."""
     return Toolbox(settings, tokenizer, functions) if settings.tools or settings.environment else None
 
@@ -123,7 +124,7 @@ class Episode:
         with blaming(f"environment {kind}.{name}", f"tool_timeout={limit:g}", hint):
             return text_within(getattr(self.environment, name), arguments, limit)
 
-    def respond(self, ids):
+    def respond(self, ids: list[int]) -> list[int] | None:
         """ids of a turn that ended -> ids of the answer; None: the episode is over."""
         self.listen(ids)
         turn = self.messages[-1]
@@ -211,7 +212,7 @@ class Episodes:
         pairs = [split_beginning(row["prompt"]) for row in self.rows for _ in range(self.k)]
         self.prompts, self.begun = zip(*pairs, strict=True)
 
-    def finish(self, rollouts):
+    def finish(self, rollouts) -> list[str] | list[list[dict]]:
         """-> N completions: texts, or messages if there is a toolbox."""
         if not self.episodes:
             return list(map(add, self.begun, map(self.tokenizer.decode, rollouts.completions())))
@@ -228,13 +229,13 @@ class Episodes:
             return {}
         return dict(environments=[episode.environment for episode in self.episodes])
 
-    def figures(self):
+    def figures(self) -> dict[str, list]:
         """{name: a value for each completion}, for logs. Empty without a toolbox."""
         names = ("messages", "tool_errors") if self.episodes else ()
         return {name: [getattr(episode, name) for episode in self.episodes] for name in names}
 
 
-def extended(prompt, text):
+def extended(prompt: str | list[dict], text: str):
     """A prompt with a text behind it, in its last message before an answer."""
     if isinstance(prompt, str):
         return prompt + text

@@ -109,7 +109,7 @@ class Task:
         rows = [self.row(split, int(number)) for number in index]
         return [row | {"prompt": self.as_prompt(row["prompt"])} for row in rows]
 
-    def as_prompt(self, prompt: str | list[dict]):
+    def as_prompt(self, prompt: str | list[dict]) -> str | list[dict]:
         """A row's prompt as the model gets it: text, unless settings.chat is on or it is messages already."""
         if self.settings.chat or not isinstance(prompt, str):
             return as_messages(prompt, self.settings.system_prompt)
@@ -143,7 +143,7 @@ class Task:
         rows = zip(completions, stopped, *columns, strict=True)
         return [ended and self.is_right(text, *answer) for text, ended, *answer in rows]
 
-    def answers_of(self, completions: list, stopped: list[bool]):
+    def answers_of(self, completions: list, stopped: list[bool]) -> list[str | None]:
         """The answer of each completion; None if there is none or the completion did not stop."""
         pairs = zip(completions, stopped, strict=True)
         return [self.answer_of(text_of(each)) if ended else None for each, ended in pairs]
@@ -180,7 +180,7 @@ def split_of(identity: str):
     return "test" if hash_of(identity) % TEST_SHARE == 0 else "train"
 
 
-def as_messages(prompt: str | list[dict], system_prompt=""):
+def as_messages(prompt: str | list[dict], system_prompt: str = "") -> list[dict]:
     """Text becomes a user message. A system_prompt comes first, unless there is a system message already."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system_prompt and messages[0]["role"] != "system":

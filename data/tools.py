@@ -29,6 +29,7 @@ import json
 import operator
 import re
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
@@ -106,12 +107,14 @@ class Interpreter:
 # The user's tools
 
 
-def load_tools(specs, functions=(), run=""):
+def load_tools(
+    specs: Sequence[str], functions: Mapping[str, Callable] = {}, run: str = ""
+) -> dict[str, Callable]:
     """["calc", "module:function", ...] -> {name: function}, in this order.
 
-    functions: {spec: function} of a caller. run: a run's folder. `python` starts its sandbox. Raises SnugError.
+    functions: those of a caller, by their specs. run: a run's folder. `python` starts its sandbox. Raises SnugError.
     """
-    tools, known = {}, TOOLS | dict(functions)
+    tools, known = {}, {**TOOLS, **functions}
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
     for spec in specs:
         tool = imported(spec, "tools", advice, known, run)
@@ -122,7 +125,7 @@ def load_tools(specs, functions=(), run=""):
     return tools
 
 
-def schema_of(function) -> dict:
+def schema_of(function: Callable) -> dict:
     """The function's JSON schema, of its type hints and a docstring with "Args:", as in TRL. Raises SnugError."""
     with in_one_line("tools and environments need transformers: pip install transformers"):
         from transformers.utils import get_json_schema
@@ -131,7 +134,7 @@ def schema_of(function) -> dict:
         return get_json_schema(function)
 
 
-def methods_of(environment):
+def methods_of(environment) -> dict[str, Callable]:
     """-> {name: bound method} of its tools, in the order of names.
 
     Looks at the class, because looking at the object would compute its properties.
@@ -148,7 +151,7 @@ def methods_of(environment):
 UNREADABLE = 'a call must be a JSON object with "name" and "arguments", which must be an object'
 
 
-def parse_calls(text, form, schemas, thinks=False):
+def parse_calls(text: str, form: str, schemas: Sequence[dict], thinks=False) -> tuple[str, list[dict]]:
     """What a model wrote -> (the text outside calls, [{"type": "function", "function": {"name", "arguments"}}, ...]).
 
     form: Chat.call_form. schemas: those of the tools. thinks: the prompt ends with <think>. A call that cannot be read
@@ -170,7 +173,7 @@ def parse_calls(text, form, schemas, thinks=False):
     return ((thought + text).strip(), []) if "error" in call else (thought.strip(), [call])
 
 
-def parse_inline(text, schemas):
+def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
     """At most one call, the last, because the turn ends where it does."""
     start, _, rest = text.rpartition("</")
     name = rest.partition(">")[0]
@@ -186,7 +189,7 @@ def parse_inline(text, schemas):
     return before.strip(), [call]
 
 
-def read_call(text: str):
+def read_call(text: str) -> dict:
     """A JSON object with a name and arguments -> a call, or one with an error. A text in it may have raw newlines."""
     function, problem = dict(name="", arguments={}), dict(error=UNREADABLE)
     with suppress(Exception):
@@ -204,11 +207,11 @@ def read_call(text: str):
 # Calls
 
 
-def call_tool(functions, call, seconds):
-    """A call as of `parse_calls` -> (what the model reads, did it fail?), after `seconds` at the latest. Never raises.
+def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> tuple[str | None, bool]:
+    """-> (what the model reads, did the call fail?), after `seconds` at the latest. Never raises. Threads may use it.
 
     The text is str(what the function returns), of any length, or None; or str({"error": ...}) if the call cannot be
-    made or the function raises or is late, as in TRL. functions: {name: function}. Threads may use it.
+    made or the function raises or is late, as in TRL.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if name not in functions:
@@ -226,7 +229,7 @@ def call_tool(functions, call, seconds):
     return str({"error": problem[:MAX_ERROR]}), True
 
 
-def text_within(function, arguments, seconds):
+def text_within(function: Callable, arguments: dict, seconds: float) -> str | None:
     """str(what a function returns), or None. Raises OutOfTime if this and its str take longer than `seconds`."""
 
     def work():

@@ -75,7 +75,7 @@ def iteration_of(path):
     return int(path.name.removeprefix(PREFIX))
 
 
-def newest(folder: str | Path, tensors=WEIGHTS):
+def newest(folder: str | Path, tensors: tuple = WEIGHTS):
     """A run's folder -> its newest undamaged checkpoint; a checkpoint's folder -> itself. Raises SnugError.
 
     stderr names the damaged checkpoints that are passed over.
@@ -134,7 +134,7 @@ def read_state(path) -> dict:
     return state
 
 
-def find_run(folder: str | Path, tensors=WEIGHTS) -> Checkpoint:
+def find_run(folder: str | Path, tensors: tuple = WEIGHTS) -> Checkpoint:
     """A run's `newest` checkpoint, or a Hugging Face folder whose tensors have the right names and shapes.
 
     A folder of adapters comes with its base, which has the shape; the tokenizer may be beside the adapters.
@@ -221,10 +221,10 @@ def identity(weights) -> str:
     return fingerprint(weights.state["weights"][0]) + "".join(map(sha256, adapters))
 
 
-def write(folder: Path, state, tensors, files):
+def write(folder: Path, state: dict, tensors: dict, files: dict[str, bytes]):
     """Write checkpoint-<iteration> into a run's folder, completely or not at all.
 
-    tensors: {file name: {tensor name: tensor}}; files: the tokenizer's, {name: bytes}. Raises SnugError.
+    tensors: {file name: {tensor name: tensor}}; files: the tokenizer's. Raises SnugError.
     """
     from safetensors.torch import save_file
 

@@ -83,7 +83,7 @@ def load_weights(weights, model):
         lora.merge(model)
 
 
-def load_reference(prepared, device):
+def load_reference(prepared, device) -> GPT | None:
     """The frozen weights of init_from, on the device or the host.
 
     None if beta is 0, or with LoRA: then the reference is the model without adapters.
@@ -96,7 +96,7 @@ def load_reference(prepared, device):
     )
 
 
-def load_teacher(prepared, device):
+def load_teacher(prepared, device) -> GPT | None:
     """The teacher's frozen weights in the type of a forward pass, on the device or the host. None without a teacher."""
     settings = prepared.settings
     if not settings.teacher:
@@ -105,7 +105,7 @@ def load_teacher(prepared, device):
     return load_frozen(shape, prepared.teacher, device, settings.dtype, settings.teacher_device)
 
 
-def load_frozen(shape, origin, device, dtype, place):
+def load_frozen(shape, origin: Checkpoint | None, device, dtype, place: str) -> GPT:
     """A model that does not train. No origin: random weights. A planner's have no values.
 
     place: "device", or "host": it is loaded there, then pinned, tensor by tensor, and its blocks are streamed.
@@ -130,7 +130,7 @@ def configure(model, settings):
     return model
 
 
-def load_into(path, tensors, rows=None):
+def load_into(path, tensors: dict[str, torch.Tensor], rows: dict | None = None):
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
     Raises SnugError if names differ. Masters may be missing on either side: they come from the weights.
@@ -147,13 +147,13 @@ def load_into(path, tensors, rows=None):
                 tensors[name].copy_(value)
 
 
-def tensors_of(model, optimizer):
+def tensors_of(model, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """{file name: {tensor name: tensor}} of a checkpoint: the live tensors, not copies."""
     weights = {name: p.detach() for name, p in trained(model).items()}
     return {"model.safetensors": weights, "optimizer.safetensors": moments(model, optimizer)}
 
 
-def moments(model, optimizer):
+def moments(model, optimizer) -> dict[str, torch.Tensor]:
     """{"exp_avg.<parameter>": tensor, ...}: all that the optimizer keeps for each parameter, but not the step count."""
     named = [(name, optimizer.state[p]) for name, p in trained(model).items() if p in optimizer.state]
     return {f"{key}.{name}": state[key] for name, state in named for key in state if key != "step"}

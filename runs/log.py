@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import uuid
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -150,7 +151,7 @@ class RunLog:
         """`[GRPO step 000/079]`"""
         return f"[{self.title} step {iteration:03d}/{self.max_iters - 1:03d}]"
 
-    def iteration(self, record: dict, samples=()):
+    def iteration(self, record: dict, samples: Iterable[dict] = ()):
         """Log one iteration: record (with "iter") to log.jsonl and services, samples to samples.jsonl.
 
         The console shows every iteration of GRPO, about 25 of SFT, the first, the last, and those with an evaluation.
@@ -183,7 +184,7 @@ class NoLog(RunLog):
     scores = show_line = to_file = iteration = ignore
 
 
-def finite(record):
+def finite(record: dict) -> dict:
     """The record as JSON has it: NaN and infinity become None, at any depth."""
     return json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
 
@@ -204,7 +205,7 @@ def write_whole(path: Path, text: str):
         temporary.unlink(missing_ok=True)
 
 
-def read_lines(path: Path):
+def read_lines(path: Path) -> Iterator[dict]:
     """The objects of a JSON-lines file, without a line that a crash or a full disk cut off; none if there is no
     file."""
     if not path.exists():
@@ -215,19 +216,19 @@ def read_lines(path: Path):
                 yield json.loads(line)
 
 
-def read_log(folder: str | Path):
+def read_log(folder: str | Path) -> list[dict]:
     """log.jsonl of a run's folder: a record an iteration."""
     return list(read_lines(Path(folder) / "log.jsonl"))
 
 
-def values_of(records, name):
+def values_of(records: list[dict], name: str):
     """-> [(iteration, value)] of a figure, where there is one. A score before training has the iteration -1."""
     values = [(-1, record.get(f"before/{name}")) for record in records[:1]]
     values += [(record["iter"], record.get(name)) for record in records]
     return [(iteration, value) for iteration, value in values if value is not None]
 
 
-def change(records, name):
+def change(records: list[dict], name: str) -> str:
     """The first and the last value of a figure: "0.048 -> 1.000"; "0.048" if there is only one; "" if there is none."""
     values = [f"{value:.3f}" for _, value in values_of(records, name)]
     return " -> ".join(values[:1] + values[1:][-1:])

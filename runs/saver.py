@@ -16,6 +16,7 @@ The newest save_total_limit checkpoints are kept, and the one with the best scor
 
 import shutil
 from collections import ChainMap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -40,12 +41,12 @@ class Saver:
         tokenizer,
         model,
         optimizer,
-        say,
+        say: Callable[[str], None],
         start=None,
         processes=ONE_PROCESS,
         **constants,
     ):
-        """say: writes a line. start: iterations done before this run. constants: `data` and LoRA's `base`.
+        """start: iterations done before this run. constants: `data` and, for LoRA, `base` of state.json.
 
         With several processes rank 0 decides and writes. The others make the same calls.
         """
@@ -135,7 +136,7 @@ class Saver:
                 shutil.rmtree(path, ignore_errors=True)  # if it stays, the next save tries again
 
     @contextmanager
-    def keeping(self, iteration, progress):
+    def keeping(self, iteration, progress) -> Iterator[None]:
         """If the block fails before its optimizer step, save the state from before it, with this `progress`. Ctrl-C
         says how to go on."""
         progress = progress | {"generators": generator_state()}

@@ -55,7 +55,7 @@ class LoRALinear(nn.Module):
         return add_product(Linear.forward(self, x, residual), h, B.to(h.dtype), self.scale)
 
 
-def add(model, rank, alpha, targets):
+def add(model: nn.Module, rank: int, alpha: float, targets: list[str]):
     """Freeze the model and add adapters to these matrices of each block -> the model. A is drawn at random."""
     model.requires_grad_(False)
     for block in model.blocks:
@@ -70,7 +70,7 @@ def adapted(model):
     return [layer for layer in model.modules() if getattr(layer, "lora_A", None) is not None]
 
 
-def trained(model):
+def trained(model) -> dict[str, nn.Parameter]:
     """{name: parameter} of those that train, which a checkpoint has: with LoRA the adapters, else all.
 
     If the model is sharded, these are the rows that this process has.
@@ -81,7 +81,7 @@ def trained(model):
 
 
 @contextmanager
-def adapters_off(model):
+def adapters_off(model: nn.Module):
     """Within this context the model is the one before `add`. Without adapters it changes nothing."""
     for module in adapted(model):
         module.enabled = False
@@ -93,7 +93,7 @@ def adapters_off(model):
 
 
 @torch.no_grad()
-def merge(model):
+def merge(model: nn.Module) -> nn.Module:
     """Add the adapters' products to the weights, in float32 and rounded once, and remove them. All weights train.
 
     A matrix in NF4 becomes a parameter of the other weights' type.

@@ -132,7 +132,7 @@ def worst_case_batch(settings, iteration, training):
     return Sequences(tokens[rows], *columns(*zip(*lengths, strict=True)))
 
 
-def fullest_micro_batches(settings, prompt, completion):
+def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[int, int]]:
     """(prompt, completion) lengths of sequences that fill two micro-batches, or the reference's largest forward.
 
     Two are enough for training: the second adds to gradients that are there, as all later ones do. Both are full, even

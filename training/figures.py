@@ -65,7 +65,7 @@ def join(parts) -> Scored:
     )
 
 
-def concatenated(parts, column):
+def concatenated(parts, column) -> dict[str, list]:
     """{name: the values of all parts}. Where a part lacks a name: None for each completion."""
     lists = {name: [] for part in parts for name in getattr(part, column)}
     for part in parts:
@@ -89,7 +89,7 @@ def metrics_of(loss, logprobs, entropy, micro, num_tokens):
     )
 
 
-def add_up(totals, parts):
+def add_up(totals: dict, parts: list[dict]):
     """Add metrics to `totals`; of names in _max keep the largest."""
     for name, value in (item for metrics in parts for item in metrics.items()):
         before = totals.get(name, 0.0)
@@ -107,7 +107,7 @@ def columns_of(sequences, select):
     return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
 
 
-def rollout_metrics(scored):
+def rollout_metrics(scored) -> dict[str, float]:
     """What the log says of an iteration's rollouts."""
     rollouts, rewards = scored.rollouts, scored.rewards[~scored.rewards.isnan()]
     metrics = {}
@@ -131,7 +131,7 @@ def rollout_metrics(scored):
     return metrics
 
 
-def episode_metrics(scored):
+def episode_metrics(scored) -> dict[str, float]:
     """Means per completion, and the share of tokens that were written."""
     messages, rollouts = scored.episodes["messages"], scored.rollouts
     turns = [message for each in messages for message in each if message["role"] == "assistant"]
@@ -158,7 +158,7 @@ def mean_of(steps):
     return means
 
 
-def sample_records(scored, entropies, tokenizer, settings):
+def sample_records(scored, entropies, tokenizer, settings) -> list[dict]:
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
     The reward is the one that the advantage was computed from; rewards: each function's, before weights. question: the
@@ -207,7 +207,7 @@ def sample_records(scored, entropies, tokenizer, settings):
     return records
 
 
-def texts_of(ids, decode):
+def texts_of(ids, decode) -> list[str]:
     """The text of each id. If ids share a character, the last of them has it and the others are empty."""
     texts, begin = [], 0
     for end in range(1, len(ids) + 1):

@@ -60,7 +60,7 @@ def train(cls, main, config, prompts, reward_funcs, options):
     return FinishedRun(prepared.settings, functions, finished)
 
 
-def write_prompts(prompts, out_dir) -> str:
+def write_prompts(prompts: list[dict], out_dir: str) -> str:
     """Rows to a file beside out_dir, named after its content, so that the run can be resumed and evaluated."""
     with in_one_line('prompts: each row must be {"prompt": ...}, of values that JSON can hold'):
         text = "".join(json.dumps(dict(row)) + "\n" for row in prompts)
@@ -92,7 +92,7 @@ class FinishedRun:
         values = dict(prompt=prompt, num_samples=n) | options
         return complete(*make_settings(SampleSettings, "", values), self.loaded, self.functions)[1]
 
-    def evaluate(self, **options):
+    def evaluate(self, **options) -> dict[str, float]:
         """Print the table of evaluate.py -> {score: value}. options: those of evaluate.py. Raises SnugError."""
         settings, given = make_settings(
             EvaluateSettings, "", dict(task=self.settings.task, samples_file="none") | options

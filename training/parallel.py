@@ -198,7 +198,7 @@ def units(model) -> list:
     return [*model.blocks, model]
 
 
-def merged(shares):
+def merged(shares: list[dict]):
     """Metrics of each process -> their sums; the largest, if the name ends with _max."""
     totals = {}
     for name in dict.fromkeys(name for share in shares for name in share):

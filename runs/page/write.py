@@ -18,7 +18,7 @@ from snug.options import in_one_line, plain
 HERE = Path(__file__).parent
 
 
-def write_page(runs, cells, verdict):
+def write_page(runs, cells: list[list[str]], verdict: list[str]):
     """Write report.html into the first run's folder -> its path. cells: the console's table; verdict: its lines below.
 
     Raises SnugError."""

@@ -315,7 +315,7 @@ class KVCache:
         return y
 
 
-def tiles_of(prompt_slot, prompt_slots, tile):
+def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
     """prompt_slot (n,), the prompt slot that each slot reads -> (tiles, 1 + tile) int32.
 
     A line has a prompt slot and the slots of one program, which all read it; -1: none. The number of lines is the most
@@ -331,7 +331,7 @@ def tiles_of(prompt_slot, prompt_slots, tile):
     return table
 
 
-def ranks(prompt_slot):
+def ranks(prompt_slot: np.ndarray):
     """-> each slot's rank among those that read the same prompt slot (n,), and how many read each prompt slot."""
     counts = np.bincount(prompt_slot)
     order = np.argsort(prompt_slot, kind="stable")

@@ -75,7 +75,7 @@ def left_in_cgroups():
             yield limit - used + files
 
 
-def new_on_host(like, dtype=None, keep=False, device=None):
+def new_on_host(like: torch.Tensor, dtype=None, keep=False, device=None) -> torch.Tensor:
     """An empty tensor in host memory of the shape of `like`; pinned, for fast copies, if `like` is pinned or `device`,
     default its own, is CUDA.
 

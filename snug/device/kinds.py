@@ -39,7 +39,7 @@ def kind_planned(device: str):
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def off_mps(tensor):
+def off_mps(tensor) -> torch.Tensor:
     """The tensor; if it is on MPS, a copy on the host, for float64 and for operations that MPS lacks. It waits."""
     return tensor.cpu() if kind_of(tensor) == "mps" else tensor
 
@@ -53,7 +53,7 @@ def padded(length: int, tokens: torch.Tensor) -> int:
     return -(-length // MULTIPLE) * MULTIPLE if kind_of(tokens) != "cpu" else length
 
 
-def upload(numbers, device, dtype=torch.long):
+def upload(numbers, device, dtype=torch.long) -> torch.Tensor:
     """Numbers to the device; on CUDA from pinned memory, so that the host does not wait. On a CPU it may be a view.
 
     MPS has to wait: it reads memory that is not pinned later, when it may be free.

@@ -184,7 +184,7 @@ class Quantized(NamedTuple):
     offset: torch.Tensor  # () float32
 
 
-def dynamic_map():
+def dynamic_map() -> list[float]:
     """256 numbers, sorted: the 8-bit dynamic type (Dettmers et al. 2021, arXiv 2110.02861), by bitsandbytes' steps.
 
     Each power of ten from 1e-6 to 1 has twice as many fractions between 0.1 and 1 as the one before.
@@ -384,7 +384,7 @@ def product(x, weight, bias=None, residual=None, h=None, B=None, alpha=1.0):
     return y
 
 
-def weights_of(model):
+def weights_of(model) -> dict:
     """{name: parameter or NF4} of all weights."""
     weights = dict(model.named_parameters())
     for name, layer in model.named_modules():

@@ -45,7 +45,7 @@ class Segments:
         groups   (0, 2, 5), (5, 7, 7)     a prompt's first token, its completions' first token, and the group's end
     """
 
-    def __init__(self, groups, device="cpu"):
+    def __init__(self, groups: list[tuple[int, list[int]]], device="cpu"):
         """groups: (length of the prompt, [lengths of its completions, perhaps 0]). A prompt has at least one token."""
         self.groups = []
         lengths = []
@@ -72,7 +72,7 @@ class Segments:
         self.kept = None
 
     @cached_property
-    def positions(self):
+    def positions(self) -> torch.Tensor:
         """(T,): each token's place in its sequence. A completion goes on behind its prompt."""
         position = np.arange(len(self.start)) - self.start
         for begin, middle, end in self.groups:
@@ -106,12 +106,12 @@ class Segments:
         return sees & in_window(self.positions, self.positions, window) if window else sees
 
     @cached_property
-    def tables(self):
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`start` and `tiles` on the device."""
         return tuple(torch.from_numpy(table).to(self.device) for table in (self.start, self.tiles()))
 
     @cached_property
-    def batches(self):
+    def batches(self) -> list["Batch"]:
         """The segments in batches of about the same length."""
         order = np.argsort(-self.lengths, kind="stable")[: np.count_nonzero(self.lengths)]
         batches = []

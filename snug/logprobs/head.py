@@ -11,7 +11,10 @@ Left out: ignore_index (select the rows before), label smoothing, a vocabulary s
 Test: pytest tests/test_logprobs.py tests/test_kernels.py. Time: python bench/logprobs.py
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from snug.device.cpu import fast_products
@@ -205,7 +208,7 @@ def head_loss(
     hidden,
     weight,
     targets,
-    token_loss,
+    token_loss: Callable[..., Tensor],
     *others,
     **more,
 ):

@@ -106,7 +106,7 @@ def changes(before, after) -> str:
     return " ".join(change) or "no change"
 
 
-def room_for(settings, device):
+def room_for(settings, device) -> Room | None:
     """The Room of memory_budget_gb; None without one. device: the run's.
 
     auto: what is free, less a twentieth for fragmentation; on MPS what Metal recommends. On a CPU less a fifth: there

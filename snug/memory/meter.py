@@ -47,7 +47,7 @@ class MemoryMeter:
         if self.live:
             self.live.__exit__(*error)
 
-    def figures(self):
+    def figures(self) -> dict[str, int]:
         """Bytes: `current`, of live tensors; `peak`, the most since reset_peak; `reserved`, by CUDA's caching allocator
         or Metal's driver; on a CPU the process's resident size."""
         if not self.live:

@@ -235,7 +235,7 @@ def read_config(path: str) -> dict:
     return values
 
 
-def did_you_mean(word, known) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of an error message: "; did you mean X?" if X is similar to `word`, else "". Of paths the names are
     compared: two in a folder share its name, and are not similar for that."""
     names = {Path(each).name: each for each in known}
@@ -243,7 +243,7 @@ def did_you_mean(word, known) -> str:
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 
-def answer_to(word, known) -> str:
+def answer_to(word: str, known: Iterable[str]) -> str:
     """The end of an error message for a word of another project, or as did_you_mean."""
     return f"; {ELSEWHERE[word]}" if word in ELSEWHERE else did_you_mean(word, known)
 
