@@ -15,8 +15,6 @@ from runs.page.charts import PALETTE, charts_of
 from runs.page.runs import options_of
 from snug.options import in_one_line, plain
 
-HERE = Path(__file__).parent
-
 
 def write_page(runs, cells: list[list[str]], verdict: list[str]):
     """Write report.html into the first run's folder -> its path. cells: the console's table; verdict: its lines below.
@@ -26,19 +24,16 @@ def write_page(runs, cells: list[list[str]], verdict: list[str]):
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    loader = jinja2.FileSystemLoader(HERE)
-    options = dict(autoescape=True, finalize=shown)
-    template = jinja2.Environment(loader=loader, **options)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(loader=loader, autoescape=True, finalize=shown)
     charts = charts_of(runs)
     rollouts = [
         dict(run=str(run.folder), samples=run.samples, every=run.every) for run in runs if run.samples
     ]
     data = dict(palette=PALETTE, charts=list(map(asdict, charts)), rollouts=rollouts)
-    text = template.get_template("page.html").render(
+    text = templates.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
         island=Markup(island(data)),
-        css=Markup((HERE / "page.css").read_text()),
-        scripts=[Markup((HERE / name).read_text()) for name in ("charts.js", "rollouts.js")],
         nonce=secrets.token_urlsafe(16),
         runs=runs,
         sections=list(dict.fromkeys(chart.section for chart in charts)),
