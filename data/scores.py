@@ -133,4 +133,6 @@ def table(summary: dict):
     rows |= {name: f"{mean:.3f}" for name, mean in summary["means"].items() if mean is not None}
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
+    if summary["means"]["stopped"] <= 0.5:
+        lines.append(f"  most were cut off at max_new_tokens={options['max_new_tokens']}")
     return [title + "; 95 % intervals", *lines]

@@ -185,6 +185,9 @@ def test_temperature_0_samples_once():
     summary, samples = run_evaluation(*hex_run(num_samples=1, temperature=0.0))
     assert list(summary["scores"]) == ["pass_at_1"] and len(samples) == 13 and all(s["greedy"] for s in samples)
     assert "each at temperature" not in table(summary)[0]
+    for summary["means"]["stopped"], said in ((0.6, False), (0.4, True)):
+        longest = summary["settings"]["max_new_tokens"]
+        assert (f"  most were cut off at max_new_tokens={longest}" in table(summary)) == said
 
 
 # A run that is asked
