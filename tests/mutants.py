@@ -562,6 +562,7 @@ MUTANTS = [
     ("run.evaluate writes no samples", "training/notebook.py", 'samples_file="none") | options', 'samples_file="none") | options | dict(samples_file="none")', "test_notebook.py"),
     ("two functions of one name are one", "training/notebook.py", "functions.setdefault(spec, value) is not value", "functions.setdefault(spec, value) is None", "test_notebook.py"),
     ("run.sample ignores its prompt", "training/notebook.py", "dict(prompt=prompt, num_samples=n) | options", "dict(num_samples=n) | options", "test_notebook.py"),
+    ("a probe ends a script", "training/notebook.py", "except SystemExit:", "except ZeroDivisionError:", "test_notebook.py"),
     ("prompts from Python overwrite an earlier run's", "training/notebook.py", ".prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl", ".prompts.jsonl", "test_notebook.py"),
     ("gpu: a slab is updated before it has come", "training/optimizer.py", "            fetched.wait()\n", "", "test_optimizer.py"),
     ("gpu: a slab comes while the last one leaves", "training/optimizer.py", "            free[turn].wait()\n", "", "test_optimizer.py"),

@@ -62,11 +62,16 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
         (dict(reward_funcs=[lambda completions: [0]]), "must take ..columns"),
         (
             dict(prompts=[{"prompt": "a"}, {"prompt": object()}]),
-            "prompts: each row must be .* that JSON can hold .*object",
+            "prompts: row 2 must be .* that JSON can hold .*object",
         ),
-        (dict(prompts=["a=", "b="]), 'prompts: each row must be {"prompt": ...}, of values'),
+        (dict(prompts=["a=", "b="]), 'prompts: row 1 must be {"prompt": ...}, of values'),
     ):
         assert_refused(message, grpo.train, **options | wrong)
+
+
+def test_a_script_goes_on_after_a_probe(tmp_path, capsys):
+    run = grpo.train(prompts=PROMPTS, probe=True, beta=0.0, out_dir=str(tmp_path / "run"), **SMALL)
+    assert not run.finished and "iterations without learning" in capsys.readouterr().out
 
 
 def test_each_list_of_prompts_has_its_own_file(tmp_path):

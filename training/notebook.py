@@ -57,13 +57,17 @@ def train(cls, main, config, prompts, reward_funcs, options):
     except SnugError as error:
         # A notebook would keep the frames, and the model in them.
         raise error.with_traceback(None) from None
+    except SystemExit:  # of a probe
+        finished = False
     return FinishedRun(prepared.settings, functions, finished)
 
 
 def write_prompts(prompts: list[dict], out_dir: str) -> str:
     """Rows to a file beside out_dir, named after its content, so that the run can be resumed and evaluated."""
-    with in_one_line('prompts: each row must be {"prompt": ...}, of values that JSON can hold'):
-        text = "".join(json.dumps(dict(row)) + "\n" for row in prompts)
+    text = ""
+    for n, row in enumerate(prompts, 1):
+        with in_one_line(f'prompts: row {n} must be {{"prompt": ...}}, of values that JSON can hold'):
+            text += json.dumps(dict(row)) + "\n"
     file = Path(f"{out_dir}.prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl")
     with in_one_line(f"{file} cannot be written"):
         file.parent.mkdir(parents=True, exist_ok=True)
