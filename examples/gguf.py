@@ -203,7 +203,7 @@ def main(words=None):
     options = parser.parse_args(words)
     with appearing(options.to) as folder, in_one_line(f"{options.file}: cannot become a folder"):
         convert(options.file, folder, getattr(torch, options.dtype))
-    print(f"{options.file} is now {options.to}; next: python sample.py {options.to} --prompt=Hi")
+    print(f"{options.file} is now {options.to}, a folder for --init_from")
 
 
 if __name__ == "__main__":

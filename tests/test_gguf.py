@@ -29,7 +29,7 @@ def converted(folder, *arguments, words=(), **more):
 @pytest.mark.parametrize("architecture", CASES)
 def test_weights_and_ids_are_those_that_went_in(architecture, tmp_path, capsys):
     theirs, spec = converted(tmp_path, architecture)
-    assert f"a.gguf is now {tmp_path}/out; next: python sample.py" in capsys.readouterr().out
+    assert f"a.gguf is now {tmp_path}/out, a folder" in capsys.readouterr().out
     tokens = torch.randint(1000, (2, 40), generator=torch.Generator().manual_seed(5))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close([*again.parameters()], [*theirs.parameters()])
