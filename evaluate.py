@@ -44,7 +44,6 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
         prepared = prepare(options, given, *folders)
 
 from data.pairs import comparison, verdict
-from data.rewards import repeat_columns
 from data.scores import pass_rates, reward_means, summarize, table
 from runs.loading import generator_state, load_run, restore_generators
 from sample import sample_episodes
@@ -95,10 +94,9 @@ def sample_and_score(model, prepared, rows, group_size, **options):
     stop token; greedy; logprob: natural, of the completion at this temperature (greedy: at 1).
     """
     rollouts, episodes = sample_episodes(model, prepared, rows, group_size, **options)
-    ids, stopped = rollouts.completions(), rollouts.stopped.tolist()
     prompts, completions = episodes.prompts, episodes.finish(rollouts)
-    columns = repeat_columns(episodes.rows, episodes.k) | episodes.columns()
-    columns |= dict(stopped=stopped, completion_ids=ids)
+    columns = episodes.columns(rollouts)
+    ids, stopped = columns["completion_ids"], columns["stopped"]
     figures = dict(
         prompt=prompts,
         completion=list(map(add, episodes.begun, map(prepared.tokenizer.decode, ids))),

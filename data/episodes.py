@@ -27,6 +27,7 @@ from operator import add
 
 from data import imported
 from data.calls import awaited, blaming
+from data.rewards import repeat_columns
 from data.task import split_beginning
 from data.tools import call_tool, load_tools, methods_of, parse_calls, schema_of, text_within
 from snug.options import SnugError, in_one_line, option
@@ -223,11 +224,13 @@ class Episodes:
             episode.finish(sampled, len(ids) - len(sampled))
         return [episode.messages for episode in self.episodes]
 
-    def columns(self) -> dict[str, list]:
-        """For reward functions, as TRL: the environments, after their episodes."""
-        if not self.episodes or self.episodes[0].environment is None:
-            return {}
-        return dict(environments=[episode.environment for episode in self.episodes])
+    def columns(self, rollouts) -> dict[str, list]:
+        """What reward functions get beside prompts and completions; as TRL the environments, after their episodes."""
+        columns = repeat_columns(self.rows, self.k)
+        columns |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
+        if self.episodes and self.episodes[0].environment is not None:
+            columns["environments"] = [episode.environment for episode in self.episodes]
+        return columns
 
     def figures(self) -> dict[str, list]:
         """{name: a value for each completion}, for logs. Empty without a toolbox."""

@@ -43,13 +43,10 @@ class Scored(NamedTuple):
 def score(rollouts, episodes, prepared) -> Scored:
     """Decode, ask the reward functions, add up."""
     k, rows, completions = episodes.k, episodes.rows, episodes.finish(rollouts)
-    columns = repeat_columns(rows, k)
-    arguments = columns | episodes.columns()
-    arguments |= dict(stopped=rollouts.stopped.tolist(), completion_ids=rollouts.completions())
-    scores = prepared.score(episodes.prompts, completions, arguments)
+    scores = prepared.score(episodes.prompts, completions, episodes.columns(rollouts))
     totals = scores.totals or [math.nan] * len(completions)  # a teacher needs no reward functions
     rewards = torch.tensor(totals).view(-1, prepared.settings.group_size)
-    columns |= scores.extra | dict(prompt=episodes.prompts)
+    columns = repeat_columns(rows, k) | scores.extra | dict(prompt=episodes.prompts)
     return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
 
 
