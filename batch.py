@@ -92,14 +92,11 @@ class Cut:
 
     def with_limit(self, max_tokens: int) -> "Cut":
         """The same sequences and steps, in micro-batches of max_tokens at most, or of one sequence. 0: one a step."""
-        if max_tokens == self.max_tokens:
-            return self
         other = copy(self)
         other.make_micro_batches(max_tokens)
         return other
 
     def make_micro_batches(self, max_tokens: int):
-        self.max_tokens = max_tokens
         self.steps, self.rank_of, self.largest = [], {}, 0
         for indices in self.step_indices:
             packs = self.pack(indices, max_tokens)

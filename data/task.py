@@ -180,7 +180,7 @@ def split_of(identity: str):
     return "test" if hash_of(identity) % TEST_SHARE == 0 else "train"
 
 
-def as_messages(prompt: str | list[dict], system_prompt: str = "") -> list[dict]:
+def as_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
     """Text becomes a user message. A system_prompt comes first, unless there is a system message already."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system_prompt and messages[0]["role"] != "system":

@@ -104,7 +104,7 @@ def refuse_missing(folder):
         raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
 
 
-def damage(path, tensors=WEIGHTS):
+def damage(path, tensors):
     """Compare a checkpoint's files, but only these of its tensors, with its manifest -> what is wrong, or None."""
     unread = {*OF_A_RUN} - {*tensors}
     try:

@@ -67,7 +67,7 @@ def add(model: nn.Module, rank: int, alpha: float, targets: list[str]):
 
 def adapted(model):
     """-> the modules with adapters."""
-    return [layer for layer in model.modules() if getattr(layer, "lora_A", None) is not None]
+    return [layer for layer in model.modules() if hasattr(layer, "lora_A")]
 
 
 def trained(model) -> dict[str, nn.Parameter]:
@@ -101,10 +101,10 @@ def merge(model: nn.Module) -> nn.Module:
     for layer in model.modules():
         if isinstance(getattr(layer, "weight", None), NF4):
             layer.weight = nn.Parameter(layer.weight.dequantized(torch.float32))
-        if getattr(layer, "lora_A", None) is not None:
+        if hasattr(layer, "lora_A"):
             change = layer.lora_B @ layer.lora_A
             layer.weight.copy_(layer.weight.float().add_(change, alpha=layer.scale))
-            layer.lora_A = layer.lora_B = None
+            del layer.lora_A, layer.lora_B
             layer.enabled = False
         if isinstance(layer, Linear | LoRALinear):
             layer.weight.data = layer.weight.to(model.embedding.weight.dtype)

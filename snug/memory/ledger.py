@@ -59,8 +59,8 @@ class LiveBytes(Ledger, TorchDispatchMode):
         super().__init__()
         self.host = host
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func, types, args, kwargs):
+        result = func(*args, **kwargs)
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, torch.Tensor) and not (
                 item.is_meta or is_traceable_wrapper_subclass(item)

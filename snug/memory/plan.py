@@ -85,7 +85,7 @@ class PlannedBytes(Recorder, LiveBytes):
             self.backward, self.number = backward, self.number + 1
         return self.meter.now and (self.meter.now, self.number)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args, kwargs):
         if func is torch.ops.aten._local_scalar_dense.default and is_planned(args[0]):
             # `item` of a tensor without data: losses and norms are finite, and there is something to learn
             if args[0].dtype == torch.bool:
