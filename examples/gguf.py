@@ -2,8 +2,9 @@
 
     python -m examples.gguf SmolLM2-135M-Instruct.Q4_1.gguf --to=models/smollm2 [--dtype=bfloat16]
 
-It needs `pip install -r requirements-gguf.txt`. Weights are unpacked, and keep the rounding of the quantization; memory
-holds all of them. What these three do not have, such as scaled positions or another rule of cutting text, is refused.
+Installed, it is snug.clone.examples.gguf. It needs `pip install -r requirements-gguf.txt`. Weights are unpacked, and
+keep the rounding of the quantization; memory holds all of them. What these three do not have, such as scaled positions
+or another rule of cutting text, is refused.
 Test: pytest tests/test_gguf.py
 """
 
