@@ -70,7 +70,7 @@ class ReasoningGym(Task):
         if importlib.util.find_spec("reasoning_gym") is None:
             raise SnugError("the package reasoning_gym is missing; pip install reasoning_gym")
         options = {"datasets": {name: settings.gym_config.get(name, {}) for name in self.names}}
-        self.sandbox = Sandbox("examples.gym_worker:Gym", options, TIMEOUT)
+        self.sandbox = Sandbox(f"{__name__}_worker:Gym", options, TIMEOUT)
         self.needs_answers = demonstrations
 
     def propose(self, rng):

@@ -103,6 +103,7 @@ MUTANTS = [
     ("code: a message is measured before it is text", "examples/programs.py", "if len(json.dumps(text)) > LONGEST - 99:", "if len(text) > LONGEST - 99:", "test_code.py"),
     ("code: an error's name may be any of Python's", "examples/programs.py", "if issubclass(kind, BaseException) else object()", "if True else object()", "test_code.py"),
     ("code: a test that begins with a definition is none", "examples/programs.py", "for part in body if not", "for part in body if not isinstance(body[0], ast.FunctionDef) and not", "test_code.py"),
+    ("gym: an installed example asks for a module of the clone", "examples/gym.py", 'f"{__name__}_worker:Gym"', '"examples.gym_worker:Gym"', "test_gym.py"),
     ("gym: any score is right", "examples/gym.py", "score >= RIGHT", "score > 0", "test_gym.py"),
     ("an unscored completion scored 0", "data/rewards.py", "if scored else math.nan", "if scored else 0.0", "test_reward.py test_grpo.py"),
     ("reward weights ignored", "data/rewards.py", "weight * reward for weight, reward", "reward for weight, reward", "test_reward.py"),

@@ -39,6 +39,15 @@ def task_of(box, monkeypatch):
     return lambda *names: make_task(GRPOSettings(task=TASK, gym_dataset=[*names]))
 
 
+@needs_package
+def test_where_the_example_is_installed_or_copied_its_scorer_is_beside_it(monkeypatch):
+    targets = []
+    monkeypatch.setattr(gym, "Sandbox", lambda target, *_: targets.append(target))
+    monkeypatch.setattr(gym, "__name__", "mine.gym")
+    ReasoningGym(GRPOSettings(task=TASK, gym_dataset=["gcd"]))
+    assert targets == ["mine.gym_worker:Gym"]
+
+
 def rewards(task, rows, answers, **more):
     completions = [f"so <answer>{answer}</answer>" for answer in answers]
     return task.rewards([row["prompt"] for row in rows], completions, item=[row["item"] for row in rows], **more)
