@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from snug.device import cpu
 from snug.kernels.gated import GatedUnit
 from snug.kernels.layers import Embed, Linear, RMSNorm, hold_in_nf4, offloaded
-from snug.kernels.nf4 import dtype_of
 from snug.kernels.rotary import Rotary, rotary_table
 from snug.kernels.segments import Segments, attend
 from snug.memory.ledger import COMPONENTS, component
@@ -195,7 +194,10 @@ class GPT(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type of matmuls: autocast's inside autocast, else the weights'."""
-        return dtype_of(self.embedding.weight)
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.embedding.weight.dtype
 
     def forward(self, tokens, positions=None, cache=None, mask=None, last=None):
         """tokens (B, T) -> hidden (B, T, C), after the last norm.
