@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from functools import cache
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -519,7 +518,7 @@ def test_an_environment_is_made_once_and_reset_for_each_episode(chats):
     toolbox = make_toolbox(GRPOSettings(environment="E"), chats["hermes"], dict(E=kind))
     for rows in (2, 1, 3):
         episodes = Episodes(toolbox, chats["hermes"], [dict(prompt="a")] * rows, 2)
-        assert episodes.columns(Mock())["environments"] == toolbox.environments[: 2 * rows]
+        assert [each.environment for each in episodes.episodes] == toolbox.environments[: 2 * rows]
     assert len(made) == 12 and len(set(made)) == 6
 
 

@@ -27,8 +27,7 @@ MESSAGES = (
 
 def is_out_of_memory(error: Exception):
     """Did the device or the host run out of memory?"""
-    known = any(message in str(error) for message in MESSAGES)
-    return known or isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, torch.OutOfMemoryError) or any(m in str(error) for m in MESSAGES)
 
 
 def reference_batches(settings) -> int:

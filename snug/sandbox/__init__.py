@@ -172,6 +172,7 @@ class Sandbox:
 def of_thread(target: type, seconds: float) -> Sandbox:
     """This thread's Sandbox of a class without arguments. It dies with the thread that started it: use a pool's."""
     boxes = vars(THREAD).setdefault("boxes", {})
-    if (target, seconds) not in boxes:
-        boxes[target, seconds] = Sandbox(f"{target.__module__}:{target.__name__}", timeout=seconds)
-    return boxes[target, seconds]
+    new = Sandbox(
+        f"{target.__module__}:{target.__name__}", timeout=seconds
+    )  # it starts with its first request
+    return boxes.setdefault((target, seconds), new)
