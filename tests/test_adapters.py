@@ -233,8 +233,6 @@ def test_a_run_begins_from_it(options, folders, tmp_path, varied_rewards):
         run, begin = load_run(tmp_path / "run", "cpu").model, load_run(adapters, "cpu").model
         for name, value in begin.named_parameters():
             assert torch.equal(run.get_parameter(name), value), name
-        with pytest.raises(SnugError, match="is no Hugging Face folder; leave --adapters out"):
-            export.main(ExportSettings(to=str(tmp_path / "export"), adapters=True), str(tmp_path / "run"))
     with pytest.raises(SnugError, match="has adapters, which would be rounded to 4 bits; name its base weights"):
         run_grpo(adapters, tmp_path / "second", *LORA, "--base_dtype=nf4")
 

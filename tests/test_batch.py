@@ -7,13 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import grpo
-import train_sft
 from batch import Cut, Sequences, make_micro_batch
 from helpers.kernels import Ops
 from helpers.models import DEVICE, make_flat_model, make_model
-from helpers.rollouts import as_on_cuda, some_rollouts
-from settings import GRPOSettings, SFTSettings
+from helpers.rollouts import as_on_cuda, assert_same_gradient, gradient, some_rollouts
+from settings import GRPOSettings
 from snug.device.kinds import padded
 from snug.device.processes import OneProcess
 from training import frozen
@@ -147,12 +145,7 @@ def test_rows_are_rounded_on_cuda_only():
 
 def both_loops(model, rollouts, cut, **settings):
     """-> [(metrics, gradients), ...] of an optimizer step of GRPO and of SFT."""
-    found = []
-    for loop, *arguments in ((grpo, 0, GRPOSettings(max_new_tokens=12, **settings)), (train_sft, SFTSettings())):
-        model.zero_grad()
-        metrics = loop.accumulate_gradient(model, rollouts, cut, *arguments)
-        found.append((metrics, [p.grad.clone() for p in model.parameters()]))
-    return found
+    return [gradient(model, rollouts, cut, loop) for loop in (GRPOSettings(max_new_tokens=12, **settings), None)]
 
 
 @pytest.mark.parametrize("multiple", [16, 100])
@@ -167,9 +160,7 @@ def test_rounded_rows_have_the_same_loss_and_gradient(shape, multiple):
         assert make_micro_batch(rollouts, cut.steps[0][0], cut).tokens.shape[1] % multiple == 0
         rounded = both_loops(model, rollouts, cut, beta=0.1)
     for one, other in zip(plain, rounded, strict=True):
-        assert other[0] == pytest.approx(one[0], rel=1e-6)  # clip_fraction is a sum in float32
-        assert other[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-12)
-        torch.testing.assert_close(other[1], one[1], rtol=1e-10, atol=1e-12)
+        assert_same_gradient(other, one, 1e-11)
 
 
 @pytest.mark.parametrize(

@@ -251,8 +251,7 @@ def test_without_options_it_is_the_loops_own_evaluation(run_folder):
 def test_a_hugging_face_folder_is_evaluated_on_what_the_command_names(tmp_path, monkeypatch, capsys):
     """Its samples are in out/ of the current folder, because the model's may be read-only or another's."""
     monkeypatch.chdir(tmp_path)
-    save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model")
-    get_tokenizer("bytes").save(tmp_path / "model")
+    save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model", get_tokenizer("bytes"))
     prepared, options, file = prepared_by(tmp_path / "model", "--task=addition", "--digits=1", "--num_prompts=3")
     evaluate.main(options, prepared, file)
     assert f"{tmp_path}/model: addition, 3 prompts" in capsys.readouterr().out

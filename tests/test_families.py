@@ -16,7 +16,7 @@ import grpo
 from batch import Cut
 from helpers.errors import assert_refused, refusal
 from helpers.families import CASES, FAMILIES, NONE, SMALL, change_config, their_model, transformers
-from helpers.models import logits_of, make_flat_model
+from helpers.models import add_adapters, logits_of, make_flat_model
 from helpers.rollouts import assert_naive, assert_same_gradient, gradient, make_rollouts, never_stop
 from model import GPT
 from padded import a_few, padded
@@ -406,10 +406,7 @@ def test_each_property_has_been_alone():
 
 def trained_adapters(folder, targets):
     """-> a model with adapters that do something."""
-    model = lora.add(GPT.from_pretrained(folder), 3, 6.0, targets)
-    for layer in lora.adapted(model):
-        torch.nn.init.normal_(layer.lora_B, std=0.3)
-    return model
+    return add_adapters(GPT.from_pretrained(folder), 3, 6.0, targets, std=0.3)
 
 
 def assert_there_and_back(theirs, folder, targets, to):

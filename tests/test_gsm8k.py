@@ -93,14 +93,10 @@ OPERATOR = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", MINUS)
-def test_a_sign_apart_from_its_number_is_its_sign(text):
-    assert last_number(text) == last_number(f"It {text} in all.") == "-5"
-
-
-@pytest.mark.parametrize("text", OPERATOR)
-def test_a_dash_behind_a_number_a_letter_or_a_line_is_no_sign(text):
-    assert last_number(text) == "5"
+@pytest.mark.parametrize("text", [*MINUS, *OPERATOR])
+def test_a_dash_is_a_sign_unless_a_number_a_letter_or_a_line_is_before_it(text):
+    assert last_number(text) == ("-5" if text in MINUS else "5")
+    assert text in OPERATOR or last_number(f"It {text} in all.") == "-5"
 
 
 EIGHTEEN = [

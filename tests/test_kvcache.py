@@ -10,35 +10,23 @@ from interpreted import INTERPRETED
 from snug.decoding.attention import split_columns
 from snug.decoding.kvcache import tiles_of
 
-
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_over_prompt_and_own_tokens(kv_heads, rotary):
-    cache, config, prompts = make_cache(kv_heads=kv_heads)
-    assert run_rows(cache, config, prompts, RAGGED, 1e-12, rotary) == 25
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 12, 14, 30])
-def test_attention_within_a_window(window):
-    """Windows within a completion, and those that begin in the prompt."""
-    cache, config, prompts = make_cache(T_c=16, sliding_window=window)
-    assert run_rows(cache, config, prompts, LONG_ROWS, 1e-12, rotary=True) == 80
+A_ROW_A_PROMPT = dict(slots=3, group_size=1)
+EVEN = [[(s, s, t) for s in range(3)] for t in range(6)]
+# In the prompts' order, then with a row that begins later, then out of order.
+LATER = EVEN[:3] + [[(0, 0, t), (3, 1, t - 3), (2, 2, t)] for t in (3, 4)]
+LATER += [[(4, 2, t), (3, 1, t + 2), (5, 0, t)] for t in (0, 1)]
+CASES = [(dict(kv_heads=heads), RAGGED, rotary) for heads in (1, 2, 4) for rotary in (False, True)]
+CASES += [(A_ROW_A_PROMPT | dict(lengths=lengths), LATER, False) for lengths in ((9, 9, 9), (9, 4, 1))]
+# Windows within a completion, and those that begin in the prompt. In the last all slots write the same column, so
+# nothing but the window hides anything.
+CASES += [(dict(T_c=16, sliding_window=window), LONG_ROWS, True) for window in (1, 2, 5, 12, 14, 30)]
+CASES += [(A_ROW_A_PROMPT | dict(lengths=(9, 9, 9), sliding_window=8), EVEN, False)]
 
 
-def test_a_window_that_begins_in_prompts_of_one_length():
-    """All slots write the same column, so nothing but the window hides anything."""
-    cache, config, prompts = make_cache(slots=3, group_size=1, lengths=(9, 9, 9), sliding_window=8)
-    assert run_rows(cache, config, prompts, [[(s, s, t) for s in range(3)] for t in range(6)], 1e-12) == 18
-
-
-@pytest.mark.parametrize("lengths", [(9, 9, 9), (9, 4, 1)])
-def test_one_row_a_prompt(lengths):
-    """In the prompts' order, then with a row that begins later, then out of order."""
-    cache, config, prompts = make_cache(slots=3, group_size=1, lengths=lengths)
-    schedule = [[(s, s, t) for s in range(3)] for t in range(3)]
-    schedule += [[(0, 0, t), (3, 1, t - 3), (2, 2, t)] for t in (3, 4)]
-    schedule += [[(4, 2, t), (3, 1, t + 2), (5, 0, t)] for t in (0, 1)]
-    assert run_rows(cache, config, prompts, schedule, 1e-12) == 21
+@pytest.mark.parametrize("shape, schedule, rotary", CASES)
+def test_attention_over_prompt_and_own_tokens(shape, schedule, rotary):
+    cache, config, prompts = make_cache(**shape)
+    assert run_rows(cache, config, prompts, schedule, 1e-12, rotary) == sum(map(len, schedule))
 
 
 def test_slots_and_places_that_are_kept_keep_their_tokens():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.errors import assert_refused
-from helpers.models import DEVICE, make_model
+from helpers.models import DEVICE, add_adapters, make_model
 from helpers.runs import LORA, run_grpo
 from model import make_model as make_gpt
 from runs.checkpoint import find_run, newest
@@ -19,17 +19,12 @@ from snug import lora
 from snug.options import SnugError
 from snug.pretrained.tensors import save_pretrained
 
-TARGETS = ["qkv", "proj", "up", "down"]
 SHAPES = ["gpt2", "llama"]
 
 
-def with_adapters(shape, rank=3, targets=TARGETS, drawn=True, dtype=torch.float32, **changes):
+def with_adapters(shape, rank=3, targets=lora.TARGETS, drawn=True, dtype=torch.float32, **changes):
     """-> a model whose adapters do something."""
-    model = lora.add(make_model(shape, dtype=dtype, **changes), rank, 6.0, targets)
-    if drawn:
-        for module in lora.adapted(model):
-            torch.nn.init.normal_(module.lora_B, std=0.3)
-    return model
+    return add_adapters(make_model(shape, dtype=dtype, **changes), rank, 6.0, targets, std=0.3 if drawn else 0.0)
 
 
 def logits_of(model, tokens):

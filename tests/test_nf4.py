@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from batch import Cut
 from helpers import HOME
 from helpers.errors import assert_refused
-from helpers.models import DEVICE, SHAPES, make_flat_model, make_model
+from helpers.models import DEVICE, SHAPES, add_adapters, make_flat_model, make_model
 from helpers.rollouts import WAYS, K, assert_same_gradient, gradient, make_rollouts
 from helpers.runs import run_grpo
 from model import GPT
@@ -39,7 +39,6 @@ from snug.tokenizer import get_tokenizer
 from training import frozen
 
 FIELDS = Quantized._fields
-TARGETS = list(lora.TARGETS)
 
 
 # The format
@@ -149,7 +148,7 @@ def test_a_gpu_without_units_for_bfloat16_dequantizes(capability, taken, monkeyp
         assert not takes_product(x.float(), NF4((64, 128), "cuda"))
 
 
-def pair_of_models(shape, dtype=torch.float64, make=make_flat_model, targets=TARGETS, **changes):
+def pair_of_models(shape, dtype=torch.float64, make=make_flat_model, **changes):
     """-> a model in NF4, and a plain one whose matrices have the same values; both with the same adapters."""
     models = [make(shape, dtype=dtype, **changes) for _ in range(2)]
     hold_in_nf4(models[0], DEVICE)
@@ -159,11 +158,7 @@ def pair_of_models(shape, dtype=torch.float64, make=make_flat_model, targets=TAR
                 models[1].get_parameter(name).copy_(weight.dequantized(dtype))
     for model in models:
         torch.manual_seed(5)
-        lora.add(model, 4, 8.0, targets)
-        for module in lora.adapted(model):
-            torch.nn.init.normal_(module.lora_B, std=0.1)
-            if dtype == torch.float64:
-                module.double()
+        add_adapters(model).to(dtype)
     return models
 
 
@@ -300,6 +295,8 @@ def test_export_is_the_model_that_trained(sft, tmp_path, varied_rewards):
     torch.testing.assert_close(exported.logits(exported(tokens)), expected, atol=1e-5, rtol=1e-5)
     with lora.adapters_off(model):
         assert (model.logits(model(tokens)) - expected).abs().max() > 1e-3
+    for folder, said in ((tmp_path / "run", "is no Hugging Face folder; leave"), (sft, "has no adapters; leave")):
+        assert_refused(said, export.main, ExportSettings(to=str(tmp_path / "peft"), adapters=True), str(folder))
 
 
 @pytest.mark.both
@@ -321,12 +318,6 @@ def test_adapters_are_exported_as_peft_has_them(tmp_path, varied_rewards):
     there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized")
     there = peft.PeftModel.from_pretrained(there, tmp_path / "exported").eval()
     torch.testing.assert_close(there(tokens).logits, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_adapters_that_peft_cannot_have_are_refused(sft, tmp_path):
-    run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
-    for folder, said in ((tmp_path / "run", "is no Hugging Face folder; leave"), (sft, "has no adapters; leave")):
-        assert_refused(said, export.main, ExportSettings(to=str(tmp_path / "exported"), adapters=True), str(folder))
 
 
 def test_a_plain_run_goes_on_from_it(sft, tmp_path, varied_rewards):

@@ -7,11 +7,10 @@ import torch
 
 import grpo
 from batch import Cut
-from helpers.models import DEVICE, make_flat_model
+from helpers.models import DEVICE, add_adapters, make_flat_model
 from helpers.rollouts import BUDGETS, WAYS, K, N, assert_same_gradient, gradient, make_rollouts
 from padded import a_few, padded
 from settings import LOSSES, GRPOSettings
-from snug import lora
 from snug.memory.ledger import LiveBytes
 from training import frozen
 
@@ -64,9 +63,7 @@ def test_packed_is_padded(shape, variant):
 def test_packed_is_padded_however_blocks_are_kept(shape, way, adapters):
     model, rollouts = make_flat_model(shape, dtype=torch.float64, n_layer=3), make_rollouts()
     if adapters:
-        lora.add(model, 4, 8.0, list(lora.TARGETS)).double()
-        for module in lora.adapted(model):
-            torch.nn.init.normal_(module.lora_B, std=0.1)
+        add_adapters(model).double()
     options = GRPOSettings(max_new_tokens=12, beta=0.1)
     with padded():
         oracle = gradient(model, rollouts, a_few(Cut(rollouts), 6), options)

@@ -136,8 +136,7 @@ def folders(tmp_path_factory):
         model = make_model("gpt2", vocab_size=257)
         with torch.no_grad():
             model.embedding.weight[65, 0] += (name == "b") * 2.0
-        save_pretrained(model, folder / name)
-        get_tokenizer("bytes").save(folder / name)
+        save_pretrained(model, folder / name, get_tokenizer("bytes"))
     spec = json.loads((folder / "other/tokenizer.json").read_text())
     vocab = spec["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.errors import assert_refused
-from helpers.families import change_config, their_model, transformers
+from helpers.families import YARN, change_config, their_model, transformers
 from helpers.models import logits_of, make_model
 from helpers.runs import refused
 from model import GPT, GPTConfig
@@ -37,8 +37,7 @@ def folder(saved_once, tmp_path):
 
 
 def test_a_smaller_block_size_than_the_folders_limits_the_run(tmp_path):
-    save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model")
-    get_tokenizer("bytes").save(tmp_path / "model")
+    save_pretrained(make_model("gpt2", vocab_size=257), tmp_path / "model", get_tokenizer("bytes"))
     words = [f"--init_from={tmp_path}/model", f"--out_dir={tmp_path}/run", "--max_new_tokens=8", "--digits=2"]
 
     def shape(block_size):
@@ -137,27 +136,21 @@ def test_a_model_from_scratch_is_a_gpt2(tmp_path):
 # What is refused
 
 
+KINDS = ["full_attention", "sliding_attention"]
+OLMO3 = dict(model_type="olmo3", sliding_window=8, layer_types=KINDS, rope_parameters="gone")
+QUANTIZED = dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True))
 CONFIGS = {
     "model_type='gemma2' is not supported; only 'gpt2' or 'llama' or 'qwen2' or": dict(model_type="gemma2"),
     "final_logit_softcapping=30.0 is not supported": dict(final_logit_softcapping=30.0),
-    "the weights are quantized; name the folder in bfloat16, with --base_dtype=nf4 for 4 bits": dict(
-        quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)
-    ),
+    "the weights are quantized; name the folder in bfloat16, with --base_dtype=nf4 for 4 bits": QUANTIZED,
     "use_sliding_window=True": dict(use_sliding_window=True, sliding_window=64),
     "sliding_window=-1": dict(model_type="mistral", sliding_window=-1),
-    "layer_types=['full_attention', 'sliding_attention'] is not supported": dict(
-        model_type="olmo3",
-        sliding_window=8,
-        layer_types=["full_attention", "sliding_attention"],
-        rope_parameters="gone",
-    ),
+    f"layer_types={KINDS} is not supported": OLMO3,
     "attention_bias=True": dict(attention_bias=True),
     "mlp_bias=True": dict(model_type="llama", mlp_bias=True),
     "rope_type='dynamic'": dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)),
     "original_max_position_embeddings=None": dict(rope_parameters=dict(rope_type="yarn", factor=4.0)),
-    "mscale_all_dim=1.0": dict(
-        rope_parameters=dict(rope_type="yarn", factor=4.0, mscale_all_dim=1.0, original_max_position_embeddings=64)
-    ),
+    "mscale_all_dim=1.0": dict(rope_parameters=YARN | dict(mscale_all_dim=1.0)),
     "factor=None": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "hidden_size=None": dict(hidden_size="gone"),

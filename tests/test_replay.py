@@ -12,9 +12,8 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from helpers.models import DEVICE, make_flat_model
+from helpers.models import DEVICE, add_adapters, make_flat_model
 from sample import sample_groups
-from snug import lora
 from snug.decoding import decode_batch, recorder
 from snug.decoding.recorder import Recorder
 from snug.device import cuda
@@ -94,10 +93,7 @@ def test_real_graphs_replay_the_steps_as_they_are(shape, dtype, monkeypatch, cap
     replays, replayed = [], torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replayed(graph)))
     monkeypatch.setitem(decode_batch.SHRINK_ABOVE, "cuda", 1)
-    model = make_flat_model(shape, n_layer=1, vocab_size=24, n_vocab=16)
-    lora.add(model, rank=2, alpha=8, targets=list(lora.TARGETS))
-    for layer in lora.adapted(model):
-        torch.nn.init.normal_(layer.lora_B, std=0.3)
+    model = add_adapters(make_flat_model(shape, n_layer=1, vocab_size=24, n_vocab=16), rank=2, std=0.3)
     prompts, options = [[1, 2, 3], [4], [5, 6, 7, 8, 9]], dict(stop_token=(3, 9), seed=21, max_batch=5)
     model = model.to(dtype)
     expected = sample_groups(model, prompts, 3, 8, enforce_eager=True, **options)

@@ -11,16 +11,15 @@ import torch
 import grpo
 import train_sft
 from batch import Cut
-from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.models import DEVICE, add_adapters, make_flat_model, make_model
 from helpers.peaks import COMMON, GRPO
-from helpers.rollouts import BUDGETS, K, assert_same_gradient, make_rollouts, never_stop
+from helpers.rollouts import BUDGETS, K, assert_same_gradient, gradient, make_rollouts, never_stop
 from helpers.runs import figures, refused, trained
 from loss import policy_loss
 from padded import a_few, padded
 from runs.log import read_lines, read_log
 from runs.prepare import prepare
 from settings import LOSSES, GRPOSettings, SFTSettings
-from snug import lora
 from snug.device.host import HOST, stream_from_host
 from snug.device.kinds import MIB
 from snug.logprobs import Teacher, divergence, head_loss, rows
@@ -153,12 +152,6 @@ def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
 # The gradient of a step
 
 
-def gradient_of(model, rollouts, cut, options, teacher=None):
-    model.zero_grad(set_to_none=True)
-    metrics = grpo.accumulate_gradient(model, rollouts, cut, 0, options, None, teacher)
-    return metrics, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def oracle(model, teacher, rollouts, options):
     """A loop over sequences, each alone, no chunks, no packing -> (the divergence's token mean, {name: gradient})."""
     model.zero_grad(set_to_none=True)
@@ -219,24 +212,22 @@ def test_the_gradient_against_a_float64_loop(name, shape, other, place):
     for budget in BUDGETS.values():
         cut = Cut(rollouts, 0, budget, K)
         head = taught(model, teacher, rollouts, cut, options)
-        metrics, gradients = gradient_of(model, rollouts, cut, options, head)
+        metrics, gradients = gradient(model, rollouts, cut, options, teacher=head)
         assert metrics["divergence"] == pytest.approx(expected[0], rel=1e-10)
         torch.testing.assert_close(gradients, expected[1], rtol=1e-10, atol=1e-10)
     with padded():
-        padded_gradient = gradient_of(model, rollouts, a_few(cut, 4), options, head)
+        padded_gradient = gradient(model, rollouts, a_few(cut, 4), options, teacher=head)
     assert_same_gradient((metrics, gradients), padded_gradient)
     assert all(not hasattr(p, "host") for p in teacher.parameters())
     for kept in ("block", "selective"):
         model.checkpoint_blocks = kept
-        assert_same_gradient(gradient_of(model, rollouts, cut, options, head), (metrics, gradients))
+        assert_same_gradient(gradient(model, rollouts, cut, options, teacher=head), (metrics, gradients))
     model.checkpoint_blocks = "none"
-    lora.add(model, 4, 8.0, list(lora.TARGETS)).double()
-    for module in lora.adapted(model):
-        torch.nn.init.normal_(module.lora_B, std=0.1)
+    add_adapters(model).double()
     for block in teacher.blocks:  # on a CPU a streamed teacher's host weights can be used where they are
         block._forward_pre_hooks.clear(), block._forward_hooks.clear()
     expected = oracle(model, teacher, rollouts, options)
-    metrics, gradients = gradient_of(model, rollouts, cut, options, head)
+    metrics, gradients = gradient(model, rollouts, cut, options, teacher=head)
     torch.testing.assert_close(gradients, expected[1], rtol=1e-10, atol=1e-10)
     assert len(gradients) == 2 * 4 * 2
 
@@ -254,9 +245,9 @@ def test_a_teacher_beside_every_kind_of_loss(name, options):
     rollouts = make_rollouts()
     head = taught(model, teacher, rollouts, Cut(rollouts, group_size=K), options)
     with padded(poison=7):
-        expected = gradient_of(model, rollouts, a_few(Cut(rollouts), 4), options, head)
+        expected = gradient(model, rollouts, a_few(Cut(rollouts), 4), options, teacher=head)
     for budget in BUDGETS.values():
-        assert_same_gradient(gradient_of(model, rollouts, Cut(rollouts, 0, budget, K), options, head), expected)
+        assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, budget, K), options, teacher=head), expected)
 
 
 # Whole runs

@@ -22,11 +22,8 @@ from helpers.errors import assert_refused, refusal
 from helpers.tokenizers import (
     FAMILIES,
     HERMES,
-    LLAMA31,
-    SMOLLM2,
     SPELLED,
     STOP,
-    THOUGHTS,
     TOOLED,
     added,
     folder_of,
@@ -35,7 +32,6 @@ from helpers.tokenizers import (
     llama3_like,
     mistral_like,
     qwen_like,
-    smollm2_like,
     texts,
     tool,
     tooled,
@@ -275,9 +271,9 @@ LLAMA2 = (
     "{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
-CHATS = dict(qwen3=(qwen_like, THOUGHTS), llama3=(llama3_like, LLAMA31), llama2=(llama2_like, LLAMA2))
-CHATS |= dict(mistral=(mistral_like, LLAMA2), unigram=(unigram, LLAMA2), joined=(qwen_like, JOINED))
-CHATS |= dict(qwen25=(qwen_like, HERMES), smollm2=(smollm2_like, SMOLLM2))
+CHATS = {name: (family, template) for name, (family, template, *_) in TOOLED.items()}
+CHATS |= dict(llama2=(llama2_like, LLAMA2), mistral=(mistral_like, LLAMA2), unigram=(unigram, LLAMA2))
+CHATS |= dict(joined=(qwen_like, JOINED))
 PHI4 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"

@@ -5,6 +5,7 @@ import json
 import torch
 
 from model import GPT, GPTConfig
+from snug import lora
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
 
@@ -65,6 +66,13 @@ def make_chat_model(path, template=CHATML, brief=False):
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[258, 256])))
     return path
+
+
+def add_adapters(model, rank=4, alpha=8.0, targets=tuple(lora.TARGETS), std=0.1):
+    """-> the model, with adapters that do something."""
+    for layer in lora.adapted(lora.add(model, rank, alpha, list(targets))):
+        torch.nn.init.normal_(layer.lora_B, std=std)
+    return model
 
 
 def tensor_bytes(tensors):

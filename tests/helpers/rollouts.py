@@ -87,13 +87,13 @@ def make_rollouts(groups=GROUPS, dtype=torch.float64, seed=0, vocab_size=16, epi
     return Rollouts(*columns, advantages=advantages, old_logprobs=old, ref_logprobs=reference)
 
 
-def gradient(model, rollouts, cut, options, step=0):
+def gradient(model, rollouts, cut, options, step=0, teacher=None):
     """-> metrics and {name: gradient} of an optimizer step; without options, of SFT."""
     model.zero_grad(set_to_none=True)
     if options is None:
         metrics = train_sft.accumulate_gradient(model, rollouts, cut, SFTSettings())
     else:
-        metrics = grpo.accumulate_gradient(model, rollouts, cut, step, options)
+        metrics = grpo.accumulate_gradient(model, rollouts, cut, step, options, None, teacher)
     return metrics, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
