@@ -9,6 +9,7 @@ import evaluate
 import grpo
 import sample
 import train_sft
+from helpers.commands import block_with
 from helpers.errors import assert_refused, refusal
 from runs.checkpoint import class_of_runs, find_run, newest
 from runs.evaluation import prepare_evaluation
@@ -16,41 +17,10 @@ from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SampleSettings, SFTSettings
 from snug.options import read_settings
 
-LETTERS = '''
-from dataclasses import dataclass
-
-from snug import Task
-from snug.options import option
-
-
-@dataclass
-class LettersOptions:
-    """task=my_letters:Letters."""
-
-    length: int = option(3, "letters of a word", minimum=1)
-    loud: bool = option(False, "answer in capitals")
-
-
-class Letters(Task):
-    """Write a word backwards."""
-
-    options = LettersOptions
-    columns = ("word",)
-
-    def propose(self, rng):
-        word = "".join(rng.choices("abcdef", k=self.settings.length))
-        return {"prompt": f"{word}=", "word": word}
-
-    def demonstration(self, row, rng):
-        text = row["word"][::-1]
-        return text.upper() if self.settings.loud else text
-
-    def is_right(self, completion, word):
-        return completion == self.demonstration({"word": word}, None)
-
-    def longest_bytes(self):
-        return self.settings.length + 1, self.settings.length
-
+# The documents' task with another default and one option more, and classes that are no tasks.
+OURS = 'loud: bool = option(False, "answer in capitals")\n    length: int = option(3'
+LETTERS = block_with("CONTRIBUTING.md", "class Letters(").replace("length: int = option(4", OURS)
+LETTERS += """
 
 class NoTask:
     pass
@@ -70,7 +40,7 @@ class Shared(Letters):
     @dataclass
     class options:
         seed: int = option(1, "a seed")
-'''
+"""
 SMALL = """--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --device=cpu --batch_size=4 --eval_prompts=4 --save_interval=1
 --eval_interval=0""".split()
 
@@ -88,9 +58,8 @@ def work(tmp_path, monkeypatch):
 
 def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, capsys):
     # In any order, in configs and on the command line
-    (work / "sft.py").write_text(
-        "length = 4\ntask = 'my_letters:Letters'\nout_dir = 'out/sft'\nloud = True\nmax_iters = 2\n"
-    )
+    config = "length = 4\ntask = 'my_letters:Letters'\nout_dir = 'out/sft'\nloud = True\nmax_iters = 2\n"
+    (work / "sft.py").write_text(config)
     train_sft.main(prepare(*read_settings(SFTSettings, ["sft.py", *SMALL])[:2]))
     words = "--task=my_letters:Letters --length=4 --loud --init_from=out/sft --out_dir=out/mine --max_iters=2".split()
     words += [*SMALL[4:], "--group_size=2", "--max_new_tokens=5", "--beta=0"]
@@ -105,9 +74,8 @@ def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, c
     assert prepared.settings.length == 4 and prepared.settings.loud and prepared.task.row("test", 0)["word"]
     grpo.main(prepared)
     assert newest(run).name == "checkpoint-000003"
-    options, given, folders = read_settings(
-        EvaluateSettings, [run, "--num_prompts=3", "--length=5"], "folders", class_of_runs
-    )
+    words = [run, "--num_prompts=3", "--length=5"]
+    options, given, folders = read_settings(EvaluateSettings, words, "folders", class_of_runs)
     prepared, file = prepare_evaluation(options, given, *folders)
     assert prepared.settings.length == 5 and prepared.settings.loud  # one is given, the other is the run's
     assert "pass_at_1" in evaluate.main(options, prepared, file)[0]["scores"]

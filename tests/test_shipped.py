@@ -22,7 +22,16 @@ from huggingface_hub import constants
 from torch.distributed.run import get_args_parser
 
 from helpers import HOME
-from helpers.commands import CONFIGS, command_of, commands_in, docstring_of, tidy, values_of, write_shrunk_configs
+from helpers.commands import (
+    CONFIGS,
+    block_with,
+    command_of,
+    commands_in,
+    docstring_of,
+    tidy,
+    values_of,
+    write_shrunk_configs,
+)
 from helpers.files import source_files
 from helpers.hub import put
 from helpers.models import make_chat_model
@@ -102,12 +111,6 @@ def test_the_texts_have_commands_of_every_kind():
 
 
 # A user's folder
-
-
-def block_with(document, words):
-    """The block of Python in a document that defines this."""
-    blocks = re.findall(r"```python\n(.*?)```", (HOME / document).read_text(), re.DOTALL)
-    return next(block for block in blocks if words in block)
 
 
 MODULES = {  # the user's: where the texts have them

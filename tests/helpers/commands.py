@@ -39,6 +39,12 @@ def tidy(line):
     return " ".join(shlex.quote(word) if " " in word else word for word in shlex.split(line))
 
 
+def block_with(document, words):
+    """The block of Python in a document that has these words."""
+    blocks = re.findall(r"```python\n(.*?)```", (HOME / document).read_text(), re.DOTALL)
+    return next(block for block in blocks if words in block)
+
+
 def docstring_of(path):
     return ast.get_docstring(ast.parse(path.read_text())) or ""
 
