@@ -29,14 +29,10 @@ def options(home, name, **changes):
         rows = [dict(prompt=f"{a}{b}=", answer=str(a + b), start=a) for a in range(10) for b in range(10)]
         (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_tokenizer(home / "tokenizer")
-    common = dict(
-        n_layer=1, n_embd=32, block_size=64, batch_size=4, group_size=4, max_new_tokens=40, learning_rate=1e-2
-    )
+    common = dict(n_layer=1, n_embd=32, block_size=64, batch_size=4, group_size=4, max_new_tokens=40)
     common |= dict(task="jsonl", data_file=str(home / "prompts.jsonl"), tokenizer=str(home / "tokenizer"))
-    common |= dict(
-        device="cpu", max_iters=3, eval_prompts=4, eval_interval=0, save_interval=1, out_dir=str(home / name)
-    )
-    common |= dict(tools=["agents:f"], environment="agents:Game", max_turns=5)
+    common |= dict(device="cpu", max_iters=3, learning_rate=1e-2, eval_prompts=4, eval_interval=0, save_interval=1)
+    common |= dict(tools=["agents:f"], environment="agents:Game", max_turns=5, out_dir=str(home / name))
     common |= dict(reward_funcs=["agents:answered"], param_dtype="float32")
     return common | changes
 

@@ -52,9 +52,7 @@ RIGHT = {
         f"try:\n    from nowhere import f\nexcept ImportError:\n    {GOOD.replace('    ', ' ' * 8)}"
     ),
     "a fence in the docstring": fenced('def f(x):\n    """Add one:\n```\nf(1)\n```\n    """\n    return x + 1\n'),
-    "a program in the docstring": fenced(
-        f'def f(x):\n    """Not so:\n```python\n{BAD}```\n    """\n    return x + 1\n'
-    ),
+    "a program in a docstring": fenced(f'def f(x):\n    """Not so:\n```python\n{BAD}```\n    """\n    return x + 1\n'),
     "a fence in a string": fenced(f"MARK = '''\n```\n'''\n{GOOD}") + fenced("f(1)\n"),
     "a fence in a string of two lines": fenced(f'MARK = "a\\\n```"\n{GOOD}'),
     "quotes in a comment": fenced(f"# Don't write ''' here, nor \"\"\"\n{GOOD}") + 'Or """so""".\n' + fenced("f(1)\n"),

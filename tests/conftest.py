@@ -76,9 +76,7 @@ def sft(tmp_path_factory):
 def pytest_addoption(parser):
     also = "also the checks that are slow, rarely differ from the short ones, or need packages of requirements-long.txt"
     parser.addoption("--long", action="store_const", const="too", help=also)
-    parser.addoption(
-        "--long-only", dest="long", action="store_const", const="only", help="these checks, without the others"
-    )
+    parser.addoption("--long-only", dest="long", action="store_const", const="only", help="these checks alone")
 
 
 def pytest_configure(config):

@@ -20,10 +20,8 @@ from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.options import friendly_errors, read_settings
 
-OPTIONS = (
-    "--digits=2 --n_layer=1 --n_embd=32 --block_size=24 --batch_size=4 --group_size=4 --max_new_tokens=8 --device=cpu"
-)
-OPTIONS += " --eval_prompts=0 --max_iters=5 --save_interval=1 --learning_rate=1e-2"
+OPTIONS = "--digits=2 --n_layer=1 --n_embd=32 --block_size=24 --batch_size=4 --group_size=4 --max_new_tokens=8"
+OPTIONS += " --device=cpu --eval_prompts=0 --max_iters=5 --save_interval=1 --learning_rate=1e-2"
 
 
 def letters(prompts, completions, **columns):

@@ -37,9 +37,9 @@ if INTERPRETED:  # to the interpreter a comparison of numbers is as wide as they
     splat = InterpreterBuilder.create_splat
 
     def keep_bool(builder, shape, value):
-        return splat(
-            builder, shape, TensorHandle(value.data, triton.language.int1) if value.data.dtype == bool else value
-        )
+        if value.data.dtype == bool:
+            value = TensorHandle(value.data, triton.language.int1)
+        return splat(builder, shape, value)
 
     InterpreterBuilder.create_splat = keep_bool
 
@@ -104,7 +104,7 @@ def local_memory_in_loops(sass):
     return sum(begin <= at <= end for at in local for begin, end in inner)
 
 
-def cubin_resources(kernel, capability, pointers, constants, aligned, warps, folder, **options):
+def resources_of(kernel, capability, pointers, constants, aligned, warps, folder, **options):
     """Compile -> what cuobjdump says of the binary, e.g. {"REG": 63, "STACK": 0, "LOCAL": 0, ...}, and its PTX.
     "SHARED" is what a launch asks for, "LOOP" what `local_memory_in_loops` counts: a kernel that sets an address aside
     before a loop loses nothing, one that does so in each round is slow.

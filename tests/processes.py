@@ -74,9 +74,8 @@ def train(folder, name, size, options, rewards=(letters,), resume="never"):
         options = options | {place: f"{folder}/../{options[place]}"}
     if os.environ["PARALLEL"] != "fsdp":
         options = options | dict(param_offload=False)
-    settings = GRPOSettings(
-        **GRPO | options | dict(out_dir=f"{folder}/{name}", resume=resume, parallel=os.environ["PARALLEL"])
-    )
+    options = options | dict(out_dir=f"{folder}/{name}", resume=resume, parallel=os.environ["PARALLEL"])
+    settings = GRPOSettings(**GRPO | options)
     settings.param_dtype = settings.optimizer_dtype = "float64"
     prepared = prepare(settings)
     prepared.reward_funcs, prepared.reward_weights = list(rewards), [1.0] * len(rewards)

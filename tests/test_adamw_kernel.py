@@ -7,7 +7,7 @@ import torch
 
 from helpers.kernels import ahead_of_time
 from helpers.models import DEVICE
-from interpreted import INTERPRETED, cubin_resources, in_kernels, in_the_interpreter, long
+from interpreted import INTERPRETED, in_kernels, in_the_interpreter, long, resources_of
 from snug.kernels import adamw as module
 from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, numbers_of
 
@@ -103,9 +103,8 @@ def test_rounding_is_right_on_average_and_picks_a_neighbour(value):
     for result, exact in ((exp_avg, m), (exp_avg_sq, m * m), (weight, -m)):
         bits = exact.view(torch.int32) & -(2**16)
         low, high = sorted(float((bits + more).view(torch.float32)) for more in (0, 2**16))
-        assert (
-            low <= float(result.min()) and float(result.max()) <= high and result.unique().numel() == 1 + (value != 0)
-        )
+        assert low <= float(result.min()) and float(result.max()) <= high
+        assert result.unique().numel() == 1 + (value != 0)
         assert float(result.double().mean()) == pytest.approx(float(exact), rel=1e-4)
 
 
@@ -156,6 +155,6 @@ def test_the_compiled_kernel_stays_in_registers(capability, kind, n, tmp_path):
     kinds |= dict(kept="*fp32" if kind[2] else weights) | dict.fromkeys(EXACT, "fp32")
     constants = dict(HAS_MASTER=kind[2] is not None, BLOCK=BLOCK) | ({"n": 1} if n == 1 else {})
     aligned = ["n"] if n == "aligned" else []
-    used, ptx = cubin_resources(module.adamw_kernel, capability, kinds, constants, aligned, WARPS, tmp_path)
+    used, ptx = resources_of(module.adamw_kernel, capability, kinds, constants, aligned, WARPS, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64  # 8 programs of 4 warps on an SM
     assert bool(re.search(r"st\.global[.\w:]*\.v4", ptx)) == (n == "aligned")  # 16 bytes at a time

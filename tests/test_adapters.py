@@ -175,9 +175,7 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "nowhere/config.json: cannot be read": dict(base_model_name_or_path="nowhere"),
     "base_model_name_or_path=7 is not a valid str": dict(base_model_name_or_path=7),
     "1 tensors have no place in the base, such as base_model.model.lm_head.lora_A.weight": add("lm_head.lora_A.weight"),
-    "1 tensors have no place in the base, such as base_model.model.model.embed_tokens.lora_emb": add(
-        "model.embed_tokens.lora_embedding_A"
-    ),
+    "1 tensors have no place in the base, such as base_model.model.embed.lora_emb": add("embed.lora_embedding_A"),
     f"1 tensors have no place in the base, such as {MODULE}A.weight": tensor(B=None),
     f"1 tensors have no place in the base, such as {MODULE}B.weight": tensor(A=None),
     f"{MODULE}A.weight and B are torch.float32 (3, 32)": tensor(A=torch.ones(3, 32)),

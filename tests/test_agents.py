@@ -157,9 +157,8 @@ def test_functions_and_a_class_of_a_cell(tmp_path):
         pass
 
     options = {name: value for name, value in agents.options(tmp_path, "run").items() if name != "data_file"}
-    options |= dict(
-        tools=[f], environment=Cell, reward_funcs=[agents.answered], max_iters=2, device=DEVICE, dtype="float32"
-    )
+    options |= dict(device=DEVICE, dtype="float32", max_iters=2)
+    options |= dict(tools=[f], environment=Cell, reward_funcs=[agents.answered])
     prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     result = grpo.train(prompts=prompts, **options)
     assert result.finished and called and {"reward/Cell", "tool_calls"} <= result.log[0].keys()

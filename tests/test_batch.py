@@ -163,9 +163,10 @@ def test_rounded_rows_have_the_same_loss_and_gradient(shape, multiple):
         assert_same_gradient(other, one, 1e-11)
 
 
-@pytest.mark.parametrize(
-    "variant", [dict(), dict(beta=0.1, importance_sampling_cap=2.0), dict(importance_sampling_level="sequence")]
-)
+VARIANTS = dict(), dict(beta=0.1, importance_sampling_cap=2.0), dict(importance_sampling_level="sequence")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_micro_batch_waits_for_no_value_and_uploads_once(variant):
     """What a GPU would have to finish first: reading a scalar, finding the elements that are not 0."""
     model = make_flat_model()

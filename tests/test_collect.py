@@ -58,9 +58,8 @@ def learned_from(monkeypatch):
 
 def test_groups_without_variance_make_room(tmp_path, monkeypatch):
     """Only every third prompt teaches: 4 of them take three rollouts of 4 the first time, and prompts are never used twice."""
-    prepared, drawn = prepared_for(
-        tmp_path, lambda n, i: float(n % 3 == 0 and i == 1) + n / 1000, max_num_gen_batches=5
-    )
+    reward = lambda n, i: float(n % 3 == 0 and i == 1) + n / 1000  # noqa: E731
+    prepared, drawn = prepared_for(tmp_path, reward, max_num_gen_batches=5)
     seen = learned_from(monkeypatch)
     grpo.main(prepared)
     numbers = list(itertools.chain(*drawn))
@@ -78,9 +77,8 @@ def test_groups_without_variance_make_room(tmp_path, monkeypatch):
 
 
 def test_at_the_cap_the_batch_is_filled_with_what_there_is(tmp_path, monkeypatch):
-    prepared, drawn = prepared_for(
-        tmp_path, lambda n, i: float(n == 5 and i) + n / 1000, max_num_gen_batches=2, max_iters=1
-    )
+    reward = lambda n, i: float(n == 5 and i) + n / 1000  # noqa: E731
+    prepared, drawn = prepared_for(tmp_path, reward, max_num_gen_batches=2, max_iters=1)
     seen = learned_from(monkeypatch)
     grpo.main(prepared)
     smallest = [int(1000 * group.min() + 0.5) for group in seen[0]]
@@ -92,9 +90,8 @@ def test_where_nothing_teaches_no_step_is_taken(tmp_path):
     """All equal, or not scored at all: the weights stay as they were, moments and weight decay notwithstanding."""
     first_only = dict(max_iters=2, weight_decay=0.1, learning_rate=1e-2, save_interval=1, save_total_limit=9)
     for name, empty in (("equal", lambda n, i: 1.0), ("not scored", lambda n, i: None)):
-        prepared, _ = prepared_for(
-            tmp_path / name, lambda n, i, empty=empty: float(i) if n < 4 else empty(n, i), **first_only
-        )
+        reward = lambda n, i, empty=empty: float(i) if n < 4 else empty(n, i)  # noqa: E731
+        prepared, _ = prepared_for(tmp_path / name, reward, **first_only)
         grpo.main(prepared)
         records = read_log(prepared.settings.out_dir)
         assert [record["skipped_steps"] for record in records] == [0, 1] and records[0]["grad_norm"] > 0
@@ -182,9 +179,8 @@ def keep_rollouts(monkeypatch):
 
 
 def test_truncated_importance_takes_the_trainers_log_probs(tmp_path, monkeypatch):
-    prepared, _ = prepared_for(
-        tmp_path, lambda n, i: float(i), importance_sampling_cap=2.0, dtype="bfloat16", max_iters=1
-    )
+    options = dict(importance_sampling_cap=2.0, dtype="bfloat16", max_iters=1)
+    prepared, _ = prepared_for(tmp_path, lambda n, i: float(i), **options)
     kept = keep_rollouts(monkeypatch)
     grpo.main(prepared)
     (rollouts,) = kept

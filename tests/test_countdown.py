@@ -34,26 +34,17 @@ RIGHT = ["3*5+7", " ( 3*5 ) + 7 ", "((((3*5))))+7", "(" * 97 + "3*5+7" + ")" * 9
 WRONG = "3*5+7=22 7--3*5 03*5+7 3*5+٧ 3*5+7\n (3)(5)+7 7//3*5 7**3*5".split(" ") + [" " * 196 + "3*5+7"]
 
 
-@pytest.mark.parametrize("completion, reward", [(text, 1.0) for text in RIGHT] + [(text, 0.0) for text in WRONG])
-def test_countdown_reward(completion, reward):
-    assert task_of(task="countdown").rewards(["3 5 7=22:"], [completion], numbers=[[3, 5, 7]], target=[22]) == [reward]
+TEXTS = [([3, 5, 7], 22, text, float(text in RIGHT)) for text in RIGHT + WRONG]
+TEXTS += [([4, 1, 4], 17, "4*4+1", 1.0), ([4, 1, 4], 5, "4+1", 0.0), ([4, 1, 4], 17, "4*4*1", 0.0)]  # twins
+TEXTS += [([3, 3, 8, 8], 24, "8/(3-8/3)", 1.0), ([1, 3, 3], 1, "1/3*3", 1.0)]  # 23.999999999999989 in floats
+TEXTS += [([1, 3, 3], 0, "1/(3-3)", 0.0), ([3, 1, 3, 3], 0, "3/(1/(3-3))", 0.0), ([3] * 4, 0, "(3-3)/(3-3)", 0.0)]
+TEXTS += [([12, 3], 15, "1 2+3", 0.0)]
 
 
-def test_countdown_uses_each_number_once_even_twins():
-    task = task_of(task="countdown")
-    columns = dict(numbers=[[4, 1, 4]] * 3, target=[17, 5, 17])
-    assert task.rewards([""] * 3, ["4*4+1", "4+1", "4*4*1"], **columns) == [1.0, 0.0, 0.0]
-    assert task.rewards([""], ["1 2+3"], numbers=[[12, 3]], target=[15]) == [0.0]
-
-
-def test_countdown_is_exact():
-    task = task_of(task="countdown")
-    # 23.999999999999989 in floats
-    assert task.rewards([""], ["8/(3-8/3)"], numbers=[[3, 3, 8, 8]], target=[24]) == [1.0]
-    assert task.rewards([""], ["1/3*3"], numbers=[[1, 3, 3]], target=[1]) == [1.0]
-    for text in ("1/(3-3)", "3/(1/(3-3))", "(3-3)/(3-3)"):
-        numbers = [int(digit) for digit in text if digit.isdigit()]
-        assert task.rewards([""], [text], numbers=[numbers], target=[0]) == [0.0]
+@pytest.mark.parametrize("numbers, target, completion, reward", TEXTS)
+def test_countdown_reward(numbers, target, completion, reward):
+    """Exact, and each number once."""
+    assert task_of(task="countdown").rewards([""], [completion], numbers=[numbers], target=[target]) == [reward]
 
 
 # A tree is a number or (operator, tree, tree).
@@ -76,9 +67,8 @@ def worth_to_python(text):
 
     def plain(node):
         if isinstance(node, ast.BinOp):
-            return (
-                isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and plain(node.left) and plain(node.right)
-            )
+            known = isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div)
+            return known and plain(node.left) and plain(node.right)
         return isinstance(node, ast.Constant)
 
     if not plain(tree) or re.search(r"\b0[0-9]", text):

@@ -14,7 +14,7 @@ from exploits import dressed
 from helpers import HOME
 from helpers.episodes import Script, says
 from helpers.models import make_chat_model
-from helpers.runs import refused, tiny
+from helpers.runs import refused
 from helpers.tasks import needs_package, rewards, task_of
 from helpers.tokenizers import HERMES
 from model import GPT
@@ -166,15 +166,6 @@ def test_nothing_is_longer_than_the_longest(options):
         assert max(len(row["prompt"].encode()) for row in rows) <= prompt
         rng = random.Random(0)
         assert max(len(task.demonstration(row, rng).encode()) for row in rows) <= answer
-
-
-def test_a_warm_start_has_its_runs_problem(tmp_path):
-    """But its own demonstrations."""
-    lines = f"digits = 3\ndemonstration_noise = 0.3\nout_dir = {str(tmp_path / 'none')!r}\n"
-    (tmp_path / "sft.py").write_text(lines)
-    _, settings = tiny(tmp_path, beta=0.0, init_from=str(tmp_path / "sft.py"))
-    start = prepare(settings).warm_start.settings
-    assert (start.digits, start.demonstration_noise) == (settings.digits, 0.3) and settings.digits != 3
 
 
 # Addition

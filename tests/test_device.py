@@ -13,7 +13,7 @@ import training.loop
 from helpers.errors import refusal
 from helpers.models import DEVICE
 from helpers.runs import refused
-from interpreted import compiles, cubin_resources
+from interpreted import compiles, resources_of
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug import kernels
@@ -38,12 +38,9 @@ def h100(monkeypatch):
     """A CUDA device that torch can use. Its tensors are on the CPU."""
     zeros, (products, attention) = torch.zeros, switches()
     why_no_kernels.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    answers = dict(is_available=True, init=None, device_count=1, set_device=None, get_device_name="NVIDIA H100")
+    for name, answer in (answers | dict(get_device_capability=(9, 0))).items():
+        monkeypatch.setattr(torch.cuda, name, Mock(return_value=answer))
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
     yield monkeypatch
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -260,5 +257,5 @@ def test_a_message_from_the_device_is_short_enough():
 @compiles
 @pytest.mark.skipif(kernels.triton is None, reason="nothing to compile with")
 def test_the_smallest_kernel_compiles(tmp_path):
-    resources, _ = cubin_resources(kernels.smallest_kernel, 90, {}, {}, [], 1, tmp_path)
+    resources, _ = resources_of(kernels.smallest_kernel, 90, {}, {}, [], 1, tmp_path)
     assert resources["REG"] > 0

@@ -277,9 +277,8 @@ def test_a_conversation_has_the_ids_of_transformers(form, folders, chats, monkey
     turns = ["I compute." + "\n" + asked if form == "hermes" else asked, "It is 42. Is this all?"]
     turns += [write("search", query='a "b" é', top=2), "Bye."]
     functions = {"search": search, "m:Simulator": Simulator}
-    messages, rollouts, episodes = talk(
-        monkeypatch, ours, *turns, longest=900, functions=functions, tools=["calc", "search"], environment="m:Simulator"
-    )
+    options = dict(functions=functions, tools=["calc", "search"], environment="m:Simulator")
+    messages, rollouts, episodes = talk(monkeypatch, ours, *turns, longest=900, **options)
     assert [message["role"] for message in messages] == "assistant tool assistant user assistant tool assistant".split()
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     tools = ours.chat.tools
@@ -392,9 +391,8 @@ def test_long_results_are_cut(form, chats, monkeypatch):
     tokenizer, encoded = chats[form], []
     results = dict(a="9" * 36, b="9" * 37, c="x y" * 10**7)
     get, encode = tool_of("get", lambda key: results[key], key=str), tokenizer.encode
-    monkeypatch.setattr(
-        tokenizer, "encode", lambda text, special=False: encoded.append(len(text)) or encode(text, special)
-    )
+    noted = lambda text, special=False: encoded.append(len(text)) or encode(text, special)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "encode", noted)
     turn = dict(hermes=hermes, llama=llama, inline=lambda name, key: f"<{name}>{key}</{name}>")[form]
     most = len(tokenizer.encode(results["a"]))
     options = dict(functions=dict(get=get), tools=["get"], max_tool_tokens=most, longest=600)

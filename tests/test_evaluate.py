@@ -55,10 +55,11 @@ def listed(group, k, value):
     return float(sum(Fraction(value(subset)) for subset in subsets) / len(subsets))
 
 
+answers = st.tuples(st.sampled_from([None, "a", "b", 7, (1, 2)]), st.booleans())
+
+
 @hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(
-    st.lists(st.tuples(st.sampled_from([None, "a", "b", 7, (1, 2)]), st.booleans()), min_size=1, max_size=8)
-)
+@hypothesis.given(st.lists(answers, min_size=1, max_size=8))
 def test_pass_is_the_mean_over_every_subset_and_majority_the_vote_of_all(group):
     """An answer may be right in one sample and wrong in another: cut off, or in another format."""
     n, right = len(group), sum(good for _, good in group)

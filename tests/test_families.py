@@ -213,9 +213,8 @@ def test_an_export_says_what_classes_would_assume(tmp_path):
 def with_eyes():
     """A Gemma 3 with eyes, as transformers has it."""
     text = dict(CASES["gemma3"][1], num_hidden_layers=2)
-    eyes = dict(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
+    eyes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    eyes |= dict(image_size=28, patch_size=14)
     config = transformers.Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
     torch.manual_seed(3)
     return transformers.Gemma3ForConditionalGeneration(config).eval()
@@ -482,10 +481,8 @@ def test_a_run_takes_what_was_planned(pair, options, tmp_path, monkeypatch):
     if config.full_every:  # the plan runs 3 and 5 blocks
         config = dataclasses.replace(config, n_layer=7, full_every=2)
     save_pretrained(GPT(config), tmp_path / "model", get_tokenizer("bytes"))
-    options |= dict(
-        init_from=str(tmp_path / "model"), out_dir=str(tmp_path / "run"), digits=4, device="cpu", batch_size=6
-    )
-    options |= dict(group_size=4, max_new_tokens=24, max_iters=2, eval_prompts=0, save_interval=0)
+    options |= dict(init_from=str(tmp_path / "model"), out_dir=str(tmp_path / "run"), digits=4, device="cpu")
+    options |= dict(batch_size=6, group_size=4, max_new_tokens=24, max_iters=2, eval_prompts=0, save_interval=0)
     settings = GRPOSettings(max_tokens_per_micro_batch=306, **options)
     prepared = prepare(settings)
     prepared.reward_funcs = [lambda prompts, completions, **columns: [float(i % 2) for i in range(len(prompts))]]

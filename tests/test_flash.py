@@ -7,7 +7,7 @@ import torch
 
 from helpers.kernels import ahead_of_time, attend_dense
 from helpers.models import DEVICE
-from interpreted import INTERPRETED, SHARED, compiles, cubin_resources, in_kernels, long, run_interpreted
+from interpreted import INTERPRETED, SHARED, compiles, in_kernels, long, resources_of, run_interpreted
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.kernels import flash, segments
@@ -57,6 +57,7 @@ def of_group(groups, i):
     return slice(first, end)
 
 
+LARGER = [(70, [40, 33]), (3, [5, 20])]  # larger tiles
 PART = [(40, [35, 2, 3, 20]), (37, [])]
 SINGLE, HALF = torch.float32, torch.float16
 
@@ -78,11 +79,11 @@ SINGLE, HALF = torch.float32, torch.float16
         long([(18, [21, 3])], 4, 1, 256, SINGLE, 0, 1e-5),
         ([(18, [21, 3])], 4, 1, 256, SINGLE, 20, 1e-5),
         # float32 takes half a tile of 64; parts of a tile behind its last token have nothing to do
-        pytest.param([(70, [40, 33]), (3, [5, 20])], 1, 1, 16, SINGLE, 0, 3e-6, id="larger tiles"),
+        (LARGER, 1, 1, 16, SINGLE, 0, 3e-6),
     ],
 )
-def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype, window, tolerance, request, monkeypatch):
-    if "larger" in request.node.name:
+def test_kernels_agree_with_the_dense_oracle(groups, H, G, D, dtype, window, tolerance, monkeypatch):
+    if groups is LARGER:
         for module in (flash, segments):
             monkeypatch.setattr(module, "TILE", 64)
     its, x = make_row(groups, H, G, D, dtype)
@@ -253,10 +254,8 @@ def test_compiled_attention_stays_in_registers(capability, window, R, G, D, dtyp
         if name == "keys_kernel" and not window:
             constants["position"] = None
         pointers = {arg: types[arg] for arg in types if arg in kernel.arg_names and arg not in constants}
-        used, ptx = cubin_resources(
-            kernel, capability, pointers, constants,
-            strides if D % 16 == 0 else [], options.pop("num_warps"), tmp_path, **options,
-        )  # fmt: skip
+        its = pointers, constants, strides if D % 16 == 0 else [], options.pop("num_warps"), tmp_path
+        used, ptx = resources_of(kernel, capability, *its, **options)
         assert used["LOCAL"] == 0 and used["SHARED"] <= SHARED[capability]
         products = capability >= 80 and dtype != "fp32" and name != "sum_kernel"
         assert any(word in ptx for word in ("mma", "tcgen05")) == products

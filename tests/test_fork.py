@@ -32,9 +32,8 @@ def uneven(prompts, completions, **columns):
 def made(tmp_path_factory):
     """A run of four iterations with the checkpoints 2, 3 and 4."""
     folder = tmp_path_factory.mktemp("made")
-    sft, settings = tiny(
-        folder, device="cpu", save_interval=1, save_total_limit=3, seed=3, reward_funcs=[f"{__name__}:uneven"]
-    )
+    changes = dict(save_interval=1, save_total_limit=3, seed=3, reward_funcs=[f"{__name__}:uneven"])
+    sft, settings = tiny(folder, device="cpu", **changes)
     train_sft.main(prepare(dataclasses.replace(sft, device="cpu", eval_prompts=0)))
     grpo.main(prepare(dataclasses.replace(settings, eval_interval=4)))
     shutil.rmtree(f"{settings.out_dir}/checkpoint-000001", ignore_errors=True)  # the best one is kept
@@ -133,9 +132,8 @@ def test_branches_and_exports_on_a_full_disk_are_one_line(tmp_path, capsys, made
 
 def test_ctrl_c_lets_the_branch_save_first(made, tmp_path, monkeypatch, capsys):
     """Both processes get the signal. Here the branch ends after it without an error, as grpo.py does."""
-    (tmp_path / "script.py").write_text(
-        "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(0.3)\nprint('saved', flush=True)\n"
-    )
+    script = "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(0.3)\n"
+    (tmp_path / "script.py").write_text(f"{script}print('saved', flush=True)\n")
     monkeypatch.setattr(fork, "SCRIPT", [tmp_path / "script.py"])
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers.commands import python
-from helpers.gguf_files import CASES, KINDS, TEMPLATE, gguf, names_of, transformers, write
+from helpers.families import transformers
+from helpers.gguf_files import CASES, KINDS, TEMPLATE, gguf, names_of, write
 from helpers.models import logits_of
 from helpers.runs import refused
 from helpers.tokenizers import STOP, folder_of, llama2_like, texts

@@ -14,8 +14,8 @@ import train_sft
 from batch import Cut, Sequences
 from helpers.commands import python
 from helpers.models import DEVICE, make_flat_model, make_model, tensor_bytes
-from helpers.rollouts import never_stop, some_rollouts
-from helpers.runs import tiny, trained
+from helpers.rollouts import gradient, never_stop, some_rollouts
+from helpers.runs import tiny, trained, weights
 from loss import policy_loss
 from runs.checkpoint import newest
 from runs.log import read_log
@@ -27,14 +27,12 @@ from training import frozen, state
 from training.figures import sample_records
 
 
-def gradient(model, rollouts, settings, select=None):
-    """-> the gradient of one optimizer step over the completions `select`, and its metrics."""
-    model.zero_grad()
+def gradient_of(model, rollouts, settings, select=None):
+    """Of one optimizer step over the completions `select`."""
     rollouts = rollouts if select is None else rollouts.select(select)
     group_size = 4 if select in (None, list(range(12))) else 1  # others are in no order
     cut = Cut(rollouts, max_tokens=settings.max_tokens_per_micro_batch, group_size=group_size)
-    metrics = grpo.accumulate_gradient(model, rollouts, cut, 0, settings)
-    return {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
+    return gradient(model, rollouts, cut, settings)
 
 
 VARIANTS = {
@@ -82,7 +80,7 @@ def test_the_gradient_is_the_plain_one(select, vocab_size, variant):
     tokens = 0 if variant == "bnpo" else 40
     settings = GRPOSettings(beta=0.04, temperature=0.7, max_tokens_per_micro_batch=tokens, **VARIANTS[variant])
     rollouts = some_rollouts(model, temperature=0.7)
-    ours, metrics = gradient(model, rollouts, settings, select)
+    metrics, ours = gradient_of(model, rollouts, settings, select)
     model.zero_grad()
     loss = plain_loss(model, rollouts, select, settings)
     loss.backward()
@@ -118,7 +116,7 @@ def test_a_step_adds_floats_in_a_fixed_order(loss_type, level):
     settings = GRPOSettings(loss_type=loss_type, beta=0.04, epsilon_high=1.1, max_new_tokens=12, **options)
     rollouts = some_rollouts(model)
     with OneValueAPlace() as adding:
-        gradient(model, rollouts, settings)
+        gradient_of(model, rollouts, settings)
         with pytest.raises(AssertionError, match="index_add.* adds several values to one place"):
             torch.zeros(3).index_add(0, torch.tensor([1, 1]), torch.ones(2))
     assert adding.seen == 2  # the embedding's, with a row a value, and this one
@@ -183,9 +181,8 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert {"pass_at_1", "pass_at_1_sampled"} <= set(records[3]) and "before/pass_at_1" not in records[3]
     samples = [json.loads(line) for line in (tmp_path / "grpo/samples.jsonl").read_text().splitlines()]
     assert [sample["iter"] for sample in samples] == [i for i in range(4) for _ in range(settings.group_size)]
-    names = (
-        "iter group prompt completion reward rewards columns advantage stopped tokens logprobs ref_logprobs entropies"
-    )
+    names = "iter group prompt completion reward rewards columns advantage stopped tokens"
+    names += " logprobs ref_logprobs entropies"
     for sample in samples:
         assert sorted(sample) == sorted(names.split()) and sample["group"] == 0
         assert list(sample["rewards"].values()) == [pytest.approx(sample["reward"])] and "answer" in sample["columns"]
@@ -204,9 +201,8 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
 
 
 def test_several_steps_a_rollout_and_bfloat16(tmp_path, monkeypatch):
-    sft, settings = tiny(
-        tmp_path, train_batch_size=8, num_iterations=2, dtype="bfloat16", checkpoint_blocks="block", max_rollout_batch=6
-    )
+    changes = dict(dtype="bfloat16", checkpoint_blocks="block", max_rollout_batch=6)
+    sft, settings = tiny(tmp_path, train_batch_size=8, num_iterations=2, **changes)
     train_sft.main(prepare(dataclasses.replace(sft, dtype="bfloat16")))
     steps = []
     original = state.optimizer_step
@@ -225,25 +221,26 @@ def test_a_missing_warm_start_is_made_first(tmp_path, capsys):
     assert f"{folder} is missing or not finished: making it first" in capsys.readouterr().out
     assert len(read_log(folder)) == 4 and len(read_log(settings.out_dir)) == 1
     assert prepare(settings).warm_start is None and prepare(settings).settings.init_from == folder
-    sft_weights = (newest(folder) / "model.safetensors").read_bytes()
+    made = weights(folder)
     shutil.rmtree(newest(folder))  # as if it had been stopped half way: it is taken up, not used
     assert newest(folder).name == "checkpoint-000002"
     prepared = prepare(settings)
     assert prepared.warm_start.settings.resume == "auto"
     train_sft.main(prepared.warm_start)
-    assert (newest(folder) / "model.safetensors").read_bytes() == sft_weights
+    assert weights(folder) == made
     shutil.rmtree(folder)
     assert prepare(dataclasses.replace(settings, digits=3)).warm_start.settings.digits == 3
 
 
-def test_a_warm_start_has_what_the_run_asks_of_the_device(tmp_path):
+def test_a_warm_start_has_its_runs_problem_and_what_the_run_asks_of_the_device(tmp_path):
+    """But its own demonstrations."""
     sft, settings = tiny(tmp_path, dtype="auto")
-    (tmp_path / "sft.py").write_text(
-        f'digits = 2\ndtype = "float32"\nmemory_budget_gb = "3"\nout_dir = {sft.out_dir!r}'
-    )
+    config = 'digits = 3\ndemonstration_noise = 0.3\ndtype = "float32"\nmemory_budget_gb = "3"\n'
+    (tmp_path / "sft.py").write_text(f"{config}out_dir = {sft.out_dir!r}")
     settings.init_from = str(tmp_path / "sft.py")
     made = prepare(settings).warm_start.settings
     assert (made.dtype, made.enforce_eager, made.memory_budget_gb) == ("auto", False, "3")
+    assert (made.digits, made.demonstration_noise) == (2, 0.3)
     asked = dict(dtype="bfloat16", enforce_eager=True, memory_budget_gb="5", seed=7)
     made = vars(prepare(dataclasses.replace(settings, **asked)).warm_start.settings)
     assert {name: made[name] for name in asked} == asked and made["param_dtype"] == "float32"
@@ -346,9 +343,8 @@ def test_grpo_needs_no_more_than_sft(tmp_path, monkeypatch):
 @pytest.mark.skipif(DEVICE != "cpu", reason="byte counts of the CPU meter")
 def test_no_drift_over_40_iterations(tmp_path, monkeypatch):
     never_stop(monkeypatch)
-    _, settings = tiny(
-        tmp_path, init_from="", beta=0.0, max_iters=40, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2
-    )
+    changes = dict(max_iters=40, max_new_tokens=4, eval_prompts=0, save_interval=0, batch_size=2)
+    _, settings = tiny(tmp_path, init_from="", beta=0.0, **changes)
     run(settings)
     records = read_log(settings.out_dir)
     assert len(records) == 40 and min(record["grad_norm"] for record in records) > 0

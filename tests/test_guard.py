@@ -10,7 +10,7 @@ import torch
 import grpo
 import train_sft
 from helpers.errors import assert_refused
-from helpers.runs import OPTIMIZERS, figures, refused, tiny
+from helpers.runs import OPTIMIZERS, figures, refused, tiny, weights
 from runs import checkpoint
 from runs.loading import tensors_of
 from runs.log import read_log
@@ -49,9 +49,8 @@ class Poison:
         if iteration == 0:
             for model, phases in ((training.model, ("train", "rollout")), (training.reference, ("reference",))):
                 for name, module in model.named_modules():
-                    module.register_forward_hook(
-                        lambda module, args, out, name=name, phases=phases: self.output(name, out, phases)
-                    )
+                    hook = lambda _, args, out, name=name, phases=phases: self.output(name, out, phases)  # noqa: E731
+                    module.register_forward_hook(hook)
         self.states.append(self.state())
         try:
             return self.originals["iterate"](iteration, training)
@@ -172,8 +171,7 @@ def test_the_run_stops_after_a_number_in_a_row_and_goes_on_from_the_newest_check
     monkeypatch.undo()
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
     assert figures(sft.out_dir) == figures(healthy.out_dir)
-    ours, theirs = (checkpoint.newest(run.out_dir) / "model.safetensors" for run in (sft, healthy))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert weights(sft.out_dir) == weights(healthy.out_dir)
 
 
 def test_the_count_in_a_row_outlives_the_process(tmp_path, monkeypatch):

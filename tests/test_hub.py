@@ -189,9 +189,8 @@ def test_the_weights_of_an_adapters_base_are_downloaded_when_they_are_wanted(ask
 
 
 def test_what_the_hub_refuses_is_one_line(asked, tmp_path, monkeypatch):
-    files = dict(
-        gemma=["config.json", "model.safetensors"], pickles=["config.json", "pytorch_model.bin"], gguf=["x.gguf"]
-    )
+    files = dict(gemma=["config.json", "model.safetensors"], pickles=["config.json", "pytorch_model.bin"])
+    files |= dict(gguf=["x.gguf"])
     for name, wanted in files.items():
         (tmp_path / "tiny" / name).mkdir()
         for file in wanted:

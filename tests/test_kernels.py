@@ -17,8 +17,16 @@ import torch
 from helpers.kernels import LONG_ROWS, RAGGED, ahead_of_time, assert_near, make_cache, make_rows, run_rows
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import assert_naive
-from interpreted import INTERPRETED, SHARED, compiles, in_kernels, in_the_interpreter, long, run_interpreted
-from interpreted import cubin_resources as resources
+from interpreted import (
+    INTERPRETED,
+    SHARED,
+    compiles,
+    in_kernels,
+    in_the_interpreter,
+    long,
+    resources_of,
+    run_interpreted,
+)
 from sample import sample_groups
 from snug.decoding import attention, draw, kvcache
 from snug.decoding import decode_batch as sample
@@ -231,8 +239,7 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
         constants |= dict.fromkeys(absent) | ones(**integers)
         pointers = {argument: kind for argument, kind in types.items() if argument not in absent}
         multiples = aligned(width=width, row_stride=width)
-        its = pointers, constants, multiples, warps, tmp_path
-        used, ptx = resources(rows.rows_kernel, capability, *its)
+        used, ptx = resources_of(rows.rows_kernel, capability, pointers, constants, multiples, warps, tmp_path)
         # An address may wait for the end of the loop, but not where most runs are.
         assert used["STACK"] <= (0 if dtype == "bf16" and capability in (80, 90) else 8)
         assert used["LOOP"] == used["LOCAL"] == 0
@@ -243,9 +250,7 @@ def test_compiled_kernels_do_not_spill(capability, V, dtype, tmp_path):
 
 @ahead_of_time
 @pytest.mark.parametrize("dtype", MAIN_DTYPE)
-@pytest.mark.parametrize(
-    "width, n_vocab", [long(1, 1), long(67, 67), long(50257, 50257), long(151936, 151936), (151936, 151665)]
-)
+@pytest.mark.parametrize("width, n_vocab", [*(long(n, n) for n in (1, 67, 50257, 151936)), (151936, 151665)])
 def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path):
     """151,665 of 151,936 ids are Qwen2.5's; it is read 16 bytes at a time all the same."""
     length, shape = draw.stretches(width, n_vocab)
@@ -253,7 +258,7 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
     pointers = {"logits": "*" + dtype, "u": "*fp32", "tokens": "*i64", "logprobs": "*fp32"}
     integers = dict(width=width, n_vocab=n_vocab, row_stride=width, length=length)
     its = pointers, shape | ones(**integers), aligned(**integers), warps, tmp_path
-    used, ptx = resources(draw.draw_kernel, capability, *its)
+    used, ptx = resources_of(draw.draw_kernel, capability, *its)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128 and used["SHARED"] <= SHARED[capability]
     assert bool(re.search(r"ld\.global[.\w:]*\.v4", ptx)) == (width == 151936)
     assert "fma.rn.f32" in ptx and "TRITON_DEFAULT_FP_FUSION" in os.environ
@@ -290,10 +295,9 @@ def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, 
     pointers |= {"tiles": "*i32", "counters": "*i32", "lengths": "*i64", "t": "*i64"}
     rows = ["D", "prompt_chunk", "completion_chunk", "q_row", "k_row", "v_row"]
     constants = shape | dict(ROTARY=turning > 0, PART=turning % D, WINDOW=window)
-    used, ptx = resources(
-        attention.attend_kernel, capability, pointers, constants, rows, 4, tmp_path, maxnreg=attention.REGISTERS
-    )
-    assert used["LOCAL"] == 0 and used["REG"] <= attention.REGISTERS and used["SHARED"] <= SHARED[capability]
+    its, most = (pointers, constants, rows, 4, tmp_path), attention.REGISTERS
+    used, ptx = resources_of(attention.attend_kernel, capability, *its, maxnreg=most)
+    assert used["LOCAL"] == 0 and used["REG"] <= most and used["SHARED"] <= SHARED[capability]
     if (capability, dtype) == (75, "bf16"):
         assert "mma" not in ptx
     else:

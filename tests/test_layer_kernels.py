@@ -17,11 +17,11 @@ from interpreted import (
     INTERPRETED,
     KERNELS,
     SHARED,
-    cubin_resources,
     forbid_plain_torch,
     in_kernels,
     in_the_interpreter,
     long,
+    resources_of,
 )
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
@@ -103,9 +103,7 @@ def test_rotary_rotates_and_back(B, T, sizes, D, dtype):
 # SwiGLU and GeGLU.
 
 
-@pytest.mark.parametrize(
-    "dtype, gelu", [*((dtype, False) for dtype in DTYPES), *((dtype, True) for dtype in DTYPES[-2:])]
-)
+@pytest.mark.parametrize("dtype, gelu", [*((each, False) for each in DTYPES), *((each, True) for each in DTYPES[-2:])])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1500), (0, 8)])
 def test_a_gated_unit_and_its_gradient(shape, dtype, gelu):
     *rows, n = shape
@@ -381,7 +379,7 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
         for equal_to_one in ((), ones):
             chosen = constants | {name: 1 for name in equal_to_one if name in kernel.arg_names}
             pointers = {name: kind for name, kind in x.items() if name in kernel.arg_names and name not in chosen}
-            used, ptx = cubin_resources(kernel, capability, pointers, chosen, aligned - set(chosen), 4, tmp_path)
+            used, ptx = resources_of(kernel, capability, pointers, chosen, aligned - set(chosen), 4, tmp_path)
             assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= most
             if constants.get("M") != 1:  # 16 bytes at a time; of one head there are not enough for all threads
                 assert "ld.global.v4" in ptx and "st.global.v4" in ptx
@@ -403,7 +401,7 @@ def test_compiled_nf4_rounds_as_its_twin(capability, dtype, tmp_path, monkeypatc
     pointers, constants = pointers | dict(out="*" + dtype), dict(ROWS=nf4.ROWS)
     fused = []
     for chosen in (options, {}):
-        used, ptx = cubin_resources(kernel, capability, pointers, constants, ["blocks"], 4, tmp_path, **chosen)
+        used, ptx = resources_of(kernel, capability, pointers, constants, ["blocks"], 4, tmp_path, **chosen)
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 40
         assert len(re.findall("ld.global.b8", ptx)) <= 2 and "st.global.v4" in ptx  # 16 bytes at a time
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -430,6 +428,6 @@ def test_compiled_nf4_product_stays_in_registers(capability, n, rank, tmp_path, 
     pointers |= dict.fromkeys(("B", "scale_map", "scale_scales", "offset", "pairs", "parts"), "*fp32")
     pointers |= dict(alpha="fp32", counters="*i32")
     aligned = ["rows", "all_rows", "columns", "rank"]
-    used, ptx = cubin_resources(kernel, capability, pointers, constants, aligned, warps, tmp_path, **options)
+    used, ptx = resources_of(kernel, capability, pointers, constants, aligned, warps, tmp_path, **options)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] * 32 * warps <= 65536
     assert used["SHARED"] <= SHARED[capability] // 2 and ("mma" in ptx or "tcgen05" in ptx)

@@ -147,9 +147,8 @@ def test_a_pipe_says_what_is_going_on_before_the_first_iteration(tmp_path, capsy
 @pytest.mark.parametrize("max_iters, interval, scored", [(3, 2, [2, 3]), (2, 0, [2])])
 def test_an_evaluation_comes_first_every_n_iterations_and_last(tmp_path, monkeypatch, max_iters, interval, scored):
     """The score is a weight of the model, and so shows which model was evaluated."""
-    score = lambda model, *_: dict(  # noqa: E731
-        pass_at_1=model.norm.weight[0].item(), eval_reward_mean=0.0, eval_truncated_fraction=0.0
-    )
+    none = dict(eval_reward_mean=0.0, eval_truncated_fraction=0.0)
+    score = lambda model, *_: none | dict(pass_at_1=model.norm.weight[0].item())  # noqa: E731
     monkeypatch.setattr("training.state.evaluate_run", score)
     changes = dict(max_iters=max_iters, eval_interval=interval, save_interval=1, save_total_limit=9)
     for settings, main in zip(tiny(tmp_path), (train_sft.main, grpo.main), strict=True):

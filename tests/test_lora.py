@@ -47,9 +47,8 @@ def test_adapters_are_the_formula(shape, tokens):
     for name, module in pairs.items():
         a, b = (p.detach().double().requires_grad_() for p in (module.lora_A, module.lora_B))
         products[name] = a, b
-    weights = {
-        f"{name}.weight": plain.get_submodule(name).weight.detach() + 2.0 * (b @ a) for name, (a, b) in products.items()
-    }
+    with_product = lambda name, a, b: plain.get_submodule(name).weight.detach() + 2.0 * (b @ a)  # noqa: E731
+    weights = {f"{name}.weight": with_product(name, *pair) for name, pair in products.items()}
     hidden = torch.func.functional_call(plain, weights, (tokens,))
     expected = plain.logits(hidden)
     actual = model.logits(model(tokens))

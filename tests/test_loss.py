@@ -89,9 +89,8 @@ def slow_loss(case, logprobs, o):
     for s, length in enumerate(case["lengths"].tolist()):
         tokens = [i for i in range(len(logprobs)) if int(case["sequence"][i]) == s]
         A = float(case["advantages"][s])
-        old, ref, sampled = (
-            [float(case[name][i]) for i in tokens] for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs")
-        )
+        names = "old_logprobs", "ref_logprobs", "sampling_logprobs"
+        old, ref, sampled = ([float(case[name][i]) for i in tokens] for name in names)
         mine = [logprobs[i] for i in tokens]
         changes = [m - q for m, q in zip(mine, old, strict=True)]
         mean = sum(changes) / length

@@ -128,9 +128,8 @@ def test_out_again_to_transformers(folder, tmp_path, rewards):
 
 
 def test_demonstrations_of_messages_end_with_the_first_stop_token(folder, tmp_path):
-    words = (
-        f"--data_file={HERE}/gsm8k_sample.jsonl --task=gsm8k --chat --device=cpu --batch_size=4 --max_iters=2".split()
-    )
+    words = f"--data_file={HERE}/gsm8k_sample.jsonl --task=gsm8k --chat --device=cpu".split()
+    words += ["--batch_size=4", "--max_iters=2"]
     log = run(SFTSettings, *words, f"--init_from={folder}", f"--out_dir={tmp_path}/sft", "--eval_prompts=0")
     assert all(record["grad_norm"] > 0 for record in log)
     settings, given, _ = read_settings(SFTSettings, [*words, f"--init_from={folder}"])
@@ -195,10 +194,8 @@ def test_the_notebook_of_the_first_hour(folder, tmp_path):
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind, computed", [("cuda", "bfloat16"), ("cpu", "float32")])
-def test_a_folder_is_evaluated_and_sampled_in_the_type_in_which_it_would_train(
-    stored, kind, computed, tmp_path, monkeypatch
-):
-    """On a GPU float32 weights under autocast, bfloat16 weights as they are. The CPU plays the GPU for this rule."""
+def test_a_folder_is_evaluated_in_the_type_in_which_it_would_train(stored, kind, computed, tmp_path, monkeypatch):
+    """And sampled. On a GPU float32 weights under autocast, bfloat16 weights as they are. The CPU plays the GPU for this rule."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs.loading, "with_dtype", lambda settings, _: with_dtype(settings, kind))
     forward, seen = GPT.forward, set()

@@ -17,14 +17,10 @@ import torch
 import grpo
 import train_sft
 from helpers.errors import assert_refused
-from helpers.runs import PROMPTS, SMALL, refused
+from helpers.runs import PROMPTS, SMALL, refused, weights
 from runs.checkpoint import newest
 from runs.log import read_log
 from training.notebook import write_prompts
-
-
-def weights(folder):
-    return (newest(folder) / "model.safetensors").read_bytes()
 
 
 def renamed(function):

@@ -35,9 +35,8 @@ class OutOfMemoryAt(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        if self.meter.now in ("rollout", "reference", "train", "optimizer") and any(
-            isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in given for x in tree_leaves(result)
-        ):
+        made = {id(x.untyped_storage()) for x in tree_leaves(result) if isinstance(x, torch.Tensor)} - given
+        if made and self.meter.now in ("rollout", "reference", "train", "optimizer"):
             self.left -= 1
             if self.left == 0:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.\nGPU 0 ...")

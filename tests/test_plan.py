@@ -32,9 +32,7 @@ from snug.memory.plan import GIB, Plan, plan
 from snug.options import SnugError, read_settings
 from training.dry_run import DryRun
 
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu", reason="exact bytes of the CPU meter; on CUDA bench/memory.py compares"
-)
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="exact bytes of a CPU; on CUDA bench/memory.py compares")
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16", optimizer_dtype="bfloat16")
 BLOCK = dict(checkpoint_blocks="block", max_tokens_per_micro_batch=306)
 PROFILED = "sequence level"  # compared with PyTorch's profiler too, which is slow
@@ -69,9 +67,7 @@ def ragged(monkeypatch):
 
 
 def dry_run(prepared):
-    if isinstance(prepared.settings, SFTSettings):
-        return DryRun(prepared, train_sft.iterate)
-    return DryRun(prepared, grpo.iterate)
+    return DryRun(prepared, train_sft.iterate if isinstance(prepared.settings, SFTSettings) else grpo.iterate)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.long) for name in RARE)])
@@ -231,9 +227,7 @@ def test_a_budget_bounds_the_run_and_says_so(tmp_path, capsys, monkeypatch):
 
 def test_what_cannot_fit_is_refused_before_the_first_step(tmp_path, capsys, made_up):
     prepared, _ = prepared_run(tmp_path, memory_budget_gb="0.000001")
-    said = (
-        r"the plan takes .* GiB in train even with --.* may be used; the biggest is .*--base_dtype=nf4.* smaller model"
-    )
+    said = r"the plan takes .* GiB in train even with --.* may be used; the biggest is .*--base_dtype=nf4.* smaller"
     assert_refused(said, grpo.main, prepared)
     assert "together" in capsys.readouterr().out and not (tmp_path / "run").exists()
 

@@ -124,9 +124,7 @@ def test_groups_are_counted_over_all_iterations_and_batches():
     assert share_of(15, 32) == "15 of 32, 47 % (31 % to 64 %)" and share_of(0, 2048) == "0 of 2,048, 0 % (0 % to 0 %)"
 
 
-def test_the_time_that_is_left_is_that_of_a_resumed_run_and_of_the_second_iteration(
-    tmp_path, models, capsys, monkeypatch
-):
+def test_the_time_left_is_a_resumed_runs_by_its_second_iteration(tmp_path, models, capsys, monkeypatch):
     options = options_of(tmp_path, models[True], batch_size=16, group_size=2, max_iters=5, eval_prompts=0)
     grpo.train(prompts=PROMPTS, reward_funcs=[even], **options | dict(max_iters=2))
     ends = iter([100.0, 20.0])  # seconds of the two iterations

@@ -91,9 +91,8 @@ def test_an_error_ends_the_loops_inside_a_phase():
 def test_the_count_of_completions_rises_to_all_of_them(monkeypatch, max_batch):
     """Those that go on count with their tokens' share of the longest: 4 completions of 8 tokens, 2 after 4 tokens."""
     counts, update = [], progress.tqdm.update
-    monkeypatch.setattr(
-        progress.tqdm, "update", lambda bar, n=1: (counts.append((bar.unit, bar.n + n)), update(bar, n))
-    )
+    noted = lambda bar, n=1: (counts.append((bar.unit, bar.n + n)), update(bar, n))  # noqa: E731
+    monkeypatch.setattr(progress.tqdm, "update", noted)
     sample_groups(make_flat_model(), [[1, 2], [3]], 2, 8, max_batch=max_batch)
     counts = [count for unit, count in counts if unit == " completions"]
     if max_batch is None:
@@ -125,9 +124,8 @@ def folder(tmp_path_factory):
     make_chat_model(folder / "model")
     rows = "".join(f'{{"prompt": "{i} + 1 = ?", "answer": {i + 1}}}\n' for i in range(20))
     (folder / "prompts.jsonl").write_text(rows)
-    (folder / "my_rewards.py").write_text(
-        "def slow(completions, **columns):\n    return [float(i % 3) for i in range(len(completions))]\n"
-    )
+    slow = "def slow(completions, **columns):\n    return [float(i % 3) for i in range(len(completions))]\n"
+    (folder / "my_rewards.py").write_text(slow)
     return folder
 
 

@@ -91,9 +91,8 @@ def test_a_window_is_what_the_words_say(groups, window):
     place = [at + i for at, length in zip(behind, lengths, strict=True) for i in range(length)]
     segments = Segments(groups)
     assert segments.positions.tolist() == place
-    sees = [
-        [yes and place[i] - place[j] < window for j, yes in enumerate(line)] for i, line in enumerate(words(groups))
-    ]
+    near = lambda i, line: [yes and place[i] - place[j] < window for j, yes in enumerate(line)]  # noqa: E731
+    sees = [near(*row) for row in enumerate(words(groups))]
     assert segments.mask(window).tolist() == sees
     if window >= segments.longest:
         assert sees == words(groups)
@@ -179,16 +178,13 @@ def with_gradients(function, given, dy, segments, window=0):
 def assert_attention(groups, dtype, rtol, atol, window=0, **options):
     *given, dy = inputs(groups, dtype, **options)
     expected = with_gradients(attend_dense, [x.double() for x in given], dy.double(), Segments(groups), window)
-    for value, exact, like in zip(
-        with_gradients(attend, given, dy, Segments(groups), window), expected, [dy, *given], strict=True
-    ):
+    found = with_gradients(attend, given, dy, Segments(groups), window)
+    for value, exact, like in zip(found, expected, [dy, *given], strict=True):
         assert value.dtype == dtype and value.shape == like.shape
         torch.testing.assert_close(value.double(), exact, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "heads, window", [((4, 4), 0), ((3, 1), 0), *(((4, 2), window) for window in (1, 2, 7, 33, 64))]
-)
+@pytest.mark.parametrize("heads, window", [((4, 4), 0), ((3, 1), 0), *(((4, 2), n) for n in (1, 2, 7, 33, 64))])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_attention_is_the_dense_one(groups, heads, window):
     assert_attention(GROUPS[groups], torch.float64, 1e-12, 1e-12, window, heads=heads)

@@ -382,9 +382,10 @@ NAMED_GRPO = [
 ]
 
 
-@pytest.mark.parametrize(
-    "cls, text, name, values", [(GRPOSettings, *c) for c in NAMED + NAMED_GRPO] + [(SFTSettings, *c) for c in NAMED]
-)
+ALL = [(GRPOSettings, *case) for case in NAMED + NAMED_GRPO] + [(SFTSettings, *case) for case in NAMED]
+
+
+@pytest.mark.parametrize("cls, text, name, values", ALL)
 def test_what_cannot_be_is_refused_by_name(cls, text, name, values):
     for value in values:
         words = [word.replace("{n}", str(value)) for word in text.split()]  # the value may have spaces

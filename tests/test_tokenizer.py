@@ -258,9 +258,8 @@ def test_files_that_are_no_tokenizer(tmp_path, said):
 def test_a_rule_of_cutting_that_never_ends_is_one_line(tmp_path):
     """In Rust it is a panic, as soon as a text has it."""
     split = dict(type="Split", pattern=dict(Regex="(a+)+$"), behavior="Isolated", invert=False)
-    ours = get_tokenizer(
-        folder_of(tmp_path, small() | dict(pre_tokenizer=split), chat_template="{{ messages[0].content }}")
-    )
+    spec = small() | dict(pre_tokenizer=split)
+    ours = get_tokenizer(folder_of(tmp_path, spec, chat_template="{{ messages[0].content }}"))
     for prompt in ("a" * 60 + "!", [user("a" * 60 + "!")]):
         assert_refused(f"{tmp_path}/tokenizer.json: cannot encode a text of 61 characters", ours.encode_prompt, prompt)
     assert ours.encode_prompt("abc") and not ours.lock.locked()

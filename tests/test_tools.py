@@ -83,9 +83,8 @@ def test_transformers_that_is_not_there(monkeypatch):
 
 
 def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
-    (tmp_path / "snug_test_tools.py").write_text(
-        'def calc(a: int):\n    """Add.\n\n    Args:\n        a: a number\n    """\n\nclass Game:\n    def reset(self): pass\n'
-    )
+    calc = 'def calc(a: int):\n    """Add.\n\n    Args:\n        a: a number\n    """\n'
+    (tmp_path / "snug_test_tools.py").write_text(f"{calc}class Game:\n    def reset(self): pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     tools = load_tools(["python", "snug_test_tools:calc", "mine"], {"mine": search})
@@ -310,9 +309,8 @@ async def later(a):
     return a
 
 
-FUNCTIONS = dict(
-    ok=ok, fail=Mock(side_effect=Exception("x" * 10_000)), leave=Mock(side_effect=SystemExit("bye")), later=later
-)
+FUNCTIONS = dict(ok=ok, fail=Mock(side_effect=Exception("x" * 10_000)))
+FUNCTIONS |= dict(leave=Mock(side_effect=SystemExit("bye")), later=later)
 FUNCTIONS |= dict(none=lambda: None, text=lambda: "a\n", big=lambda: "x" * 10**7)
 CALLS = [
     (call("ok", a=1), "[1, 0]", False),

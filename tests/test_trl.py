@@ -140,12 +140,8 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, level, variant):
 # Reward functions
 
 ROWS = [{"prompt": "1/3?", "solution": r"$\frac{1}{3}$", "n": 1}, {"prompt": "2+2?", "solution": "$4$", "n": 2}]
-TEXTS = [
-    r"<think>a</think> \boxed{\frac{1}{3}}",
-    r"\boxed{\frac{1}{2}}",
-    r"<think>b \boxed{4}",
-    r"so </think> \boxed{4}",
-]
+TEXTS = [r"<think>a</think> \boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}"]
+TEXTS += [r"<think>b \boxed{4}", r"so </think> \boxed{4}"]
 IDS = [[5, 6, 7, 8], [5, 5, 5, 5, 5, 5], [1], [2] * 60]
 
 

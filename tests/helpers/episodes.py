@@ -37,9 +37,8 @@ class Script:
 
     def draw(self, model, hidden, u, **options):
         tokens = [self.token(*divmod(int(number), WIDE)) for number in u.tolist()]
-        return torch.tensor(tokens, dtype=torch.long, device=hidden.device), torch.full(
-            (len(tokens),), -1.0, device=hidden.device
-        )
+        tokens = torch.tensor(tokens, dtype=torch.long, device=hidden.device)
+        return tokens, -torch.ones(len(tokens), device=hidden.device)
 
     def token(self, row, t):
         ids = self.turns[row][self.now[row]] if self.now[row] < len(self.turns[row]) else []

@@ -16,7 +16,7 @@ class PanicException(BaseException):
 def refusal(message):
     """Inside, a SnugError is raised: one line that has this, a regular expression."""
     with pytest.raises(SnugError) as caught:
-        yield
+        yield caught
     said = str(caught.value)  # without its notes
     assert re.search(message, said) and "\n" not in said, said
 

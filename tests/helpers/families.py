@@ -43,7 +43,10 @@ CASES = FAMILIES | {
 
 def their_model(case):
     """-> transformers' model, with weights far from those it begins with, norms and biases too."""
-    name, options = CASES[case]
+    return model_of(*CASES[case])
+
+
+def model_of(name, options):
     torch.manual_seed(3)
     config = getattr(transformers, name)(**options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -3,38 +3,22 @@
 import numpy as np
 import pytest
 import regex
-import torch
 
+from helpers.families import model_of
 from helpers.models import SMALL
 from helpers.tokenizers import STOP, llama2_like, qwen_like, smollm2_like
 
 gguf = pytest.importorskip("gguf", reason="pip install -r requirements-gguf.txt")
-transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
 
 SMALL = SMALL | dict(intermediate_size=64, max_position_embeddings=512, rope_theta=5e3)
+GEMMA = dict(head_dim=16, sliding_window=12, rope_local_base_freq=1e4)
 CASES = {  # architecture: (transformers' config class, its keywords, tokenizer, how it cuts text)
     "llama": ("LlamaConfig", dict(head_dim=8), smollm2_like, "smollm"),
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True), qwen_like, "qwen2"),
-    "gemma3": (
-        "Gemma3TextConfig",
-        dict(head_dim=16, sliding_window=12, rope_local_base_freq=1e4),
-        llama2_like,
-        "default",
-    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA, llama2_like, "default"),
 }
 KINDS = gguf.GGMLQuantizationType
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
-
-
-def model_of(architecture, vocab_size):
-    name, options, *_ = CASES[architecture]
-    torch.manual_seed(3)
-    config = getattr(transformers, name)(**SMALL | options | dict(vocab_size=vocab_size))
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.3)
-    return model
 
 
 def names_of(spec):
@@ -96,10 +80,10 @@ def theirs_as_ggufs(architecture, model):
 
 def write(path, architecture="llama", spec=None, kind=KINDS.F32, more=(), **metadata):
     """Write a GGUF file -> its model in transformers, its tokenizer.json as an object. more: tensors; kind: of matrices."""
-    *_, family, cut = CASES[architecture]
+    name, options, family, cut = CASES[architecture]
     spec, stop = spec or family(), STOP[family]
     names, writer = names_of(spec), gguf.GGUFWriter(path, architecture)
-    model = model_of(architecture, len(names))
+    model = model_of(name, SMALL | options | dict(vocab_size=len(names)))
     write_numbers(writer, model.config)
     write_tokenizer(writer, spec, names, cut, stop)
     for key, value in metadata.items():

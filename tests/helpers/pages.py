@@ -26,10 +26,8 @@ def make_run(folder, iterations=4, samples=(), kind="GRPO", **settings):
         records.append(record)
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    settings = (
-        dict(max_iters=iterations, task="addition", device="cpu", parameters=1234, seed=1, eval_prompts=99) | settings
-    )
-    settings |= dict(group_size=16) if kind == "GRPO" else {}
+    common = dict(max_iters=iterations, task="addition", device="cpu", parameters=1234, seed=1, eval_prompts=99)
+    settings = common | settings | (dict(group_size=16) if kind == "GRPO" else {})
     (folder / "settings.json").write_text(json.dumps(settings))
     return str(folder)
 

@@ -34,9 +34,8 @@ STOP = 3
 
 def some_rollouts(model, group_size=4, dtype=torch.float64, **options):
     """Rollouts of a tiny model with advantages and a reference, ragged."""
-    rollouts = sample_groups(
-        model, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], group_size, 12, stop_token=STOP, seed=3, **options
-    )
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    rollouts = sample_groups(model, prompts, group_size, 12, stop_token=STOP, seed=3, **options)
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(3, group_size, generator=generator)
     rollouts.advantages = group_advantages(rewards).flatten().to(DEVICE)

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -18,6 +17,7 @@ import grpo
 from data.task import Task
 from helpers import HOME
 from helpers.commands import python
+from helpers.errors import refusal
 from helpers.models import DEVICE, make_flat_model, make_model
 from runs import checkpoint
 from runs.checkpoint import Checkpoint, class_of_runs, newest
@@ -27,7 +27,7 @@ from runs.prepare import Prepared, prepare
 from runs.saver import Saver
 from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from snug.memory import Limits
-from snug.options import SnugError, read_settings
+from snug.options import read_settings
 from snug.tokenizer import get_tokenizer
 from training.optimizer import make_optimizer, optimizer_step
 
@@ -54,13 +54,16 @@ def figures(folder):
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in read_log(folder)]
 
 
+def weights(folder):
+    """The bytes of its newest checkpoint's."""
+    return (newest(folder) / "model.safetensors").read_bytes()
+
+
 def refused(function, *arguments, **options):
     """The message of the SnugError that the function raises: one line."""
-    with pytest.raises(SnugError) as caught:
+    with refusal(".") as caught:
         function(*arguments, **options)
-    message = str(caught.value)
-    assert message and "\n" not in message
-    return message
+    return str(caught.value)
 
 
 def tiny(tmp_path, **changes):
