@@ -94,7 +94,8 @@ def sequence_ratio(log_ratio, sequence, lengths):
 
 def clipped_surrogate(ratio, advantages, options, **rest):
     """-min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)      (PPO, eq. 7; epsilon_high: DAPO, eq. 10)"""
-    clipped = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon) * advantages
+    high = options.epsilon if options.epsilon_high is None else options.epsilon_high
+    clipped = ratio.clamp(1 - options.epsilon, 1 + high) * advantages
     unclipped = ratio * advantages
     return -torch.min(unclipped, clipped), clipped < unclipped
 

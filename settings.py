@@ -232,10 +232,6 @@ class LossOptions:
         return self.loss.average == "micro-batch"
 
     @property
-    def upper_epsilon(self) -> float:
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
     def needs_whole_sequences(self) -> bool:
         """Does a token's loss look at its whole sequence? Then the head is computed twice."""
         return self.importance_sampling_level == "sequence" or self.loss is OWN_LOSS

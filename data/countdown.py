@@ -47,7 +47,14 @@ class Countdown(Task):
 
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
-        self.counts = read_counts(settings.countdown_numbers)
+        first, _, last = settings.countdown_numbers.partition("-")
+        last = last or first
+        if not (first + last).isdecimal() or not 2 <= int(first or 0) <= int(last) <= 10:
+            raise SnugError(
+                f"countdown_numbers={settings.countdown_numbers!r}: write a number from 2 to 10, such as 3, or a range, "
+                "such as 3-4"
+            )
+        self.counts = range(int(first), int(last) + 1)
         self.max_number = settings.countdown_max_number
         self.operators = settings.countdown_operators
         if not self.operators or set(self.operators) - set(ARITHMETIC):
@@ -58,7 +65,12 @@ class Countdown(Task):
     def propose(self, rng):
         """{"prompt": "3 5 7=22:", "numbers": [3, 5, 7], "target": 22, "solution": "5*3+7"}, or None (see `join`)."""
         numbers = [rng.randint(1, self.max_number) for _ in range(rng.choice(self.counts))]
-        value, solution, _ = random_expression(numbers, self.operators, rng)
+        # Two random expressions are joined until one over all numbers is left.
+        left = [Expression(float(number), str(number), 3) for number in numbers]
+        while len(left) > 1:
+            a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
+            left.append(join(a, rng.choice(self.operators), b))
+        [(value, solution, _)] = left
         if math.isnan(value):
             return None
         prompt = " ".join(map(str, numbers)) + f"={int(value)}:"
@@ -86,29 +98,10 @@ class Countdown(Task):
         return characters + len(f"{MAX_VALUE}:"), characters - 1 + 2 * pairs
 
 
-def read_counts(text: str):
-    """ "3-4" -> range(3, 5). Raises SnugError."""
-    first, _, last = text.partition("-")
-    if (first + last).isdecimal() and 2 <= int(first or 0) <= int(last or first) <= 10:
-        return range(int(first), int(last or first) + 1)
-    raise SnugError(
-        f"countdown_numbers={text!r}: write a number from 2 to 10, such as 3, or a range, such as 3-4"
-    )
-
-
 class Expression(NamedTuple):
     value: float  # NaN: an intermediate value is not an integer from 1 to MAX_VALUE
     text: str
     binding: int  # precedence of the outermost operator; a number has 3
-
-
-def random_expression(numbers, operators, rng) -> Expression:
-    """Joins two random expressions until one expression over all numbers is left."""
-    left = [Expression(float(number), str(number), 3) for number in numbers]
-    while len(left) > 1:
-        a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
-        left.append(join(a, rng.choice(operators), b))
-    return left[0]
 
 
 def join(a: Expression, symbol: str, b: Expression):

@@ -86,7 +86,9 @@ class RunLog:
         folder = Path(settings.out_dir)
         with in_one_line(f"out_dir={settings.out_dir} cannot be written to"):
             for name in ("log.jsonl", "samples.jsonl"):
-                keep_before(folder / name, start)
+                # A resumed run repeats the iterations from `start` on.
+                kept = [record for record in read_lines(folder / name) if record["iter"] < start]
+                write_whole(folder / name, "".join(json.dumps(record) + "\n" for record in kept))
             for name in ("log.jsonl", "samples.jsonl", "log.txt"):
                 # A line is written at once, in one piece.
                 self.files[name] = open(
@@ -187,12 +189,6 @@ class NoLog(RunLog):
 def finite(record: dict) -> dict:
     """The record as JSON has it: NaN and infinity become None, at any depth."""
     return json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
-
-
-def keep_before(path: Path, start: int):
-    """Cut a JSON-lines file back to the iterations before `start`, because a resumed run repeats the others."""
-    kept = [json.dumps(record) + "\n" for record in read_lines(path) if record["iter"] < start]
-    write_whole(path, "".join(kept))
 
 
 def write_whole(path: Path, text: str):

@@ -271,7 +271,7 @@ MUTANTS = [
     ("episodes: the mask a token late", "sample.py", "~written[: len(tokens), :T_c]", "~written[: len(tokens), :T_c].roll(1, 1)", "test_episodes.py"),
     ("episodes: written tokens have a log-prob", "sample.py", "sampling_logprobs=logprobs[:, :T_c] * mask", "sampling_logprobs=logprobs[:, :T_c] - 1.0 * ~mask", "test_episodes.py"),
     ("rules: SFT needs what it does not have", "settings.py", "getattr(self, name, needed)", "getattr(self, name, None)", "test_settings.py"),
-    ("epsilon_high ignored", "settings.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", "test_loss.py"),
+    ("epsilon_high ignored", "loss.py", "options.epsilon if options.epsilon_high is None else options.epsilon_high", "options.epsilon", "test_loss.py"),
     ("losses: your own by parts of sequences", "settings.py", " or self.loss is OWN_LOSS", "", "test_loss.py"),
     ("init_from: another task's model trains on the default one", "runs/prepare.py", "    if was and ", "    if False and ", "test_own_task.py"),
     ("evaluations: a pair's first model is refused for its task", "runs/evaluation.py", '{"task", "max_new', '{"max_new', "test_pairs.py"),

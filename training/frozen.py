@@ -106,18 +106,13 @@ def teacher_states(teacher, rollouts, cut, settings):
         micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, teacher):
             hidden = micro.completion_hidden(teacher)
-        write_states(outputs, cut, indices, micro.place, hidden)
-        del hidden  # before the next forward
+        # The host does not wait for copies. The meter does, at the end of the phase, before the host reads outputs.
+        sizes = [len(cut.places[i]) for i in indices]
+        for i, place, values in zip(
+            indices, micro.place.split(sizes), hidden.split(sizes), strict=True
+        ):
+            row = hidden.new_zeros(outputs.shape[1:])  # (T_c, C_T)
+            row[place] = values
+            outputs[i].copy_(row, non_blocking=True)
+        del hidden, values, row  # before the next forward
     return outputs
-
-
-def write_states(outputs, cut, indices, places, hidden):
-    """hidden (M, C_T) at places (M,) into outputs (N, T_c, C_T), a sequence at a time.
-
-    The host does not wait for copies. The meter does, at the end of the phase, before the host reads outputs.
-    """
-    sizes = [len(cut.places[i]) for i in indices]
-    for i, place, values in zip(indices, places.split(sizes), hidden.split(sizes), strict=True):
-        row = hidden.new_zeros(outputs.shape[1:])
-        row[place] = values
-        outputs[i].copy_(row, non_blocking=True)

@@ -30,7 +30,11 @@ def drop(training, iteration, model, gradients, sequences, select, loss, norm):
         f"a step of iteration {iteration}, seed {settings.seed}, "
         f"sequences {select.start} to {select.stop - 1}"
     )
-    found = culprit(model, gradients, sequences, select)
+    # The first tensor that is not finite, in the order of computation
+    named = {f"the weights: {name}": p for name, p in model.named_parameters()}
+    named |= {f"the batch: {name}": x for name, x in columns_of(sequences, select).items()}
+    named |= {f"the gradient: {name}": x for name, x in gradients.items()}
+    found = not_finite(named) or "every tensor by itself is finite"
     found += f" (loss {loss:g}, gradient norm {norm:g})"
     if in_a_row < MAX_DROPPED_STEPS:
         training.log.say(f"warning: {what} is dropped, {in_a_row} in a row: {found}")
@@ -41,11 +45,3 @@ def drop(training, iteration, model, gradients, sequences, select, loss, norm):
         f"then --resume=auto goes on from {newest_name(Path(settings.out_dir))}; "
         "if that fails too, delete this checkpoint"
     )
-
-
-def culprit(model, gradients, sequences, select):
-    """Name the first tensor that is not finite, in the order of computation."""
-    named = {f"the weights: {name}": p for name, p in model.named_parameters()}
-    named |= {f"the batch: {name}": x for name, x in columns_of(sequences, select).items()}
-    named |= {f"the gradient: {name}": x for name, x in gradients.items()}
-    return not_finite(named) or "every tensor by itself is finite"

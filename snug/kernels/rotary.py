@@ -63,22 +63,19 @@ def rotary_frequencies(config, device):
     frequency = 1.0 / period
     if not config.rope_type:
         return frequency / config.rope_factor
-    kept = (
-        kept_by_yarn(config, even) if config.rope_type == "yarn" else kept_by_llama3(config, frequency)
-    )
+    # (rotary size / 2,): 0 where a frequency is divided by rope_factor, because its wave turns at most
+    # rope_low_freq_factor times in the original context; 1 where it stays
+    if config.rope_type == "yarn":
+        kept = kept_by_yarn(config, even)
+    else:  # Llama 3: between them by how often it turns
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        turns = config.rope_original_block_size / (2 * math.pi / frequency)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * (frequency / config.rope_factor) + kept * frequency
 
 
-def kept_by_llama3(config, frequency):
-    """-> (rotary size / 2,): 0 where a frequency is divided by rope_factor, because its wave turns at most
-    rope_low_freq_factor times in the original context; 1 where it stays; between them by how often it turns."""
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    turns = config.rope_original_block_size / (2 * math.pi / frequency)
-    return ((turns - low) / (high - low)).clamp(0, 1)
-
-
 def kept_by_yarn(config, even):
-    """The same by YaRN (Peng et al. 2023, section 3.2): between them by the place in the head."""
+    """`kept` by YaRN (Peng et al. 2023, section 3.2): between 0 and 1 by the place in the head."""
 
     def place(turns):
         """Which pair of the head turns so often in the original context?"""

@@ -125,8 +125,10 @@ def block_of(shape, family) -> list[tuple]:
         ]
     if shape["qk_norm"]:
         q, k = (Q, K) if shape["qk_norm_joint"] else (D, D)
-        block += [("self_attn.q_norm", "attention.q_norm", q)]
-        block += [("self_attn.k_norm", "attention.k_norm", k)]
+        block += [
+            ("self_attn.q_norm", "attention.q_norm", q),
+            ("self_attn.k_norm", "attention.k_norm", k),
+        ]
     return block
 
 
