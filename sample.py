@@ -236,7 +236,7 @@ def complete(settings, given, run, functions: Mapping = {}):
     rollouts, episodes = sample_episodes(
         run.model, prepared, [row], settings.num_samples, longest, **options
     )
-    shown, _ = split_beginning((row if episodes.rows[1:] else episodes.rows[0])["prompt"])
+    shown = split_beginning(row["prompt"])[0] if episodes.rows[1:] else episodes.prompts[0]
     if not run.settings.task:  # a model from elsewhere
         for line in unused_template(run.tokenizer, [shown]):
             note(f"note: {line}")

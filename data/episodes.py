@@ -31,6 +31,7 @@ from data.rewards import repeat_columns
 from data.task import split_beginning
 from data.tools import call_tool, load_tools, methods_of, parse_calls, schema_of, text_within
 from snug.options import SnugError, in_one_line, option
+from snug.tokenizer.chat import BREAK
 
 CUT = " [cut]"
 LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
@@ -115,7 +116,7 @@ class Episode:
         self.written = 0  # tokens of answers
         self.tool_errors = 0
         if environment is not None and (text := self.of_environment("reset", row)):
-            self.prompt = extended(self.prompt, text)
+            self.prompt = extended(self.prompt, text, self.tokenizer.spellings)
         self.begun = split_beginning(self.prompt)[1]  # until the first turn is in the messages
 
     def of_environment(self, name: str, arguments: dict) -> str | None:
@@ -210,7 +211,7 @@ class Episodes:
             if any(episode.form == "inline" for episode in self.episodes):
                 stops += [f"</{schema['function']['name']}>" for schema in toolbox.schemas]
         self.is_over = tokenizer.stopper(stops)
-        pairs = [split_beginning(row["prompt"]) for row in self.rows for _ in range(self.k)]
+        pairs = [split_beginning(unbroken(row["prompt"])) for row in self.rows for _ in range(self.k)]
         self.prompts, self.begun = zip(*pairs, strict=True)
 
     def finish(self, rollouts) -> list[str] | list[list[dict]]:
@@ -238,14 +239,21 @@ class Episodes:
         return {name: [getattr(episode, name) for episode in self.episodes] for name in names}
 
 
-def extended(prompt: str | list[dict], text: str):
-    """A prompt with a text behind it, in its last message before an answer."""
+def extended(prompt: str | list[dict], text: str, spellings):
+    """A prompt with a text behind it, in its last message before an answer.
+
+    Special tokens that a prompt of text spells are read. Those of the text are not: they get breaks, as in messages.
+    """
     if isinstance(prompt, str):
-        return prompt + text
+        return prompt + spellings.sub(lambda found: BREAK.join(found[0]), text)
     *before, last = prompt
     if last["role"] == "assistant":
-        return [*extended(before, text), last]
+        return [*extended(before, text, spellings), last]
     return [*before, last | dict(content=last["content"] + text)]
+
+
+def unbroken(prompt):
+    return prompt.replace(BREAK, "") if isinstance(prompt, str) else prompt
 
 
 def as_text(messages: list[dict]) -> str:

@@ -89,9 +89,16 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Text -> ids, never of special tokens: text that spells <|endoftext|> gets those 13 characters.
 
-        special=True: text that spells a special token becomes that token. A lone surrogate such as "\\ud800", which
-        UTF-8 cannot carry, becomes U+FFFD.
+        special=True: text that spells a special token becomes that token, unless BREAK is in it. A lone surrogate such
+        as "\\ud800", which UTF-8 cannot carry, becomes U+FFFD.
         """
+        if BREAK in text:
+            return [
+                number
+                for piece in self.spellings.split(text)
+                for part in piece.replace(BREAK, "").split(CUT)
+                for number in self.encode(part, special and piece in self.special)
+            ]
         with self.lock:
             self.backend.encode_special_tokens = not special
             with in_one_line(f"{self.file}: cannot encode a text of {len(text)} characters"):
@@ -119,14 +126,7 @@ class Tokenizer:
                 f"messages need a chat template, which tokenizer={self.name} lacks: name a model such as "
                 "--init_from=Qwen/Qwen2.5-0.5B-Instruct, or write text: --chat=false"
             )
-        text = self.chat.render(prompt, before)
-        if BREAK not in text:
-            return self.encode(text, special=True)
-        ids = []
-        for piece in self.spellings.split(text):
-            for part in piece.replace(BREAK, "").split(CUT):
-                ids += self.encode(part, special=piece in self.special)
-        return ids
+        return self.encode(self.chat.render(prompt, before), special=True)
 
     def encode_reply(self, messages, stopped: bool):
         """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
@@ -246,7 +246,9 @@ def tokenizer_of(folder, files) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
-    probe, names = backend.encode("a"), token_names(config)
+    texts = {key: v.get("content") if isinstance(v, dict) else v for key, v in config.items()}
+    names = {key: v for key, v in texts.items() if key.endswith("_token") and isinstance(v, str)}
+    probe = backend.encode("a")
     end = backend.token_to_id(names.get("eos_token", ""))
     eos = model.get("eos_token_id") if end is None else end
     stop_tokens = stop_ids(backend, [eos, generation.get("eos_token_id")])
@@ -289,9 +291,3 @@ def stop_ids(backend, values):
             "no added token ends a completion; name one as eos_token in tokenizer_config.json"
         )
     return tuple(dict.fromkeys(known))
-
-
-def token_names(config):
-    """A tokenizer_config.json -> {"eos_token": "<|endoftext|>", ...}."""
-    config = {key: v.get("content") if isinstance(v, dict) else v for key, v in config.items()}
-    return {key: v for key, v in config.items() if key.endswith("_token") and isinstance(v, str)}
