@@ -225,7 +225,9 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
         except KeyboardInterrupt:  # Ctrl-C
             raise
         except BaseException as error:
-            problem = str(error) or type(error).__name__
+            problem = type(error).__name__
+            with suppress(Exception):  # its __str__ may raise, too
+                problem = str(error) or problem
     return str({"error": problem[:MAX_ERROR]}), True
 
 

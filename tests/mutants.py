@@ -130,6 +130,7 @@ MUTANTS = [
     ("tools: an inline text is the last argument", "data/tools.py", "{texts[0]: argument}", "{texts[-1]: argument}", "test_tools.py"),
     ("tools: long errors of code", "data/tools.py", "problem[:MAX_ERROR]\n\n", "problem\n\n", "test_tools.py"),
     ("tools: a method hides a tool", "data/episodes.py", "methods.keys() & self.functions.keys()", "()", "test_tools.py"),
+    ("tools: an error without a text ends the run", "data/tools.py", "            with suppress(Exception):  # its", "            if True:  # its", "test_tools.py"),
     ("tools: a long name hides the tools", "data/tools.py", "{name:.60}", "{name}", "test_tools.py"),
     ("the command decodes as few completions at a time as a small run", "evaluate.py", "max(settings.batch_size, AT_ONCE)", "settings.batch_size", "test_evaluate.py"),
     ("evaluations: unscored completions are right", "evaluate.py", "[total >= least -", "[not total < least -", "test_scoring.py"),

@@ -311,6 +311,7 @@ async def later(a):
 
 FUNCTIONS = dict(ok=ok, fail=Mock(side_effect=Exception("x" * 10_000)))
 FUNCTIONS |= dict(leave=Mock(side_effect=SystemExit("bye")), later=later)
+FUNCTIONS |= dict(mute=Mock(side_effect=type("TypeError", (TypeError,), dict(__str__=lambda self: 1 / 0))))
 FUNCTIONS |= dict(none=lambda: None, text=lambda: "a\n", big=lambda: "x" * 10**7)
 CALLS = [
     (call("ok", a=1), "[1, 0]", False),
@@ -320,6 +321,7 @@ CALLS = [
     (call("later", a=5), "5", False),
     (call("fail", a=1), str({"error": "x" * 500}), True),
     (call("leave"), "{'error': 'bye'}", True),
+    (call("mute"), "{'error': 'TypeError'}", True),
     (call("ok"), str({"error": "ok() missing 1 required positional argument: 'a'"}), True),
     (call("later", b=1), str({"error": "later() got an unexpected keyword argument 'b'"}), True),
     (call("nothing"), f"{{'error': 'there is no tool nothing; the tools are {', '.join(FUNCTIONS)}'}}", True),
