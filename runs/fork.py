@@ -5,7 +5,8 @@
 Each pair begins with checkpoint-000060, here out/grpo_small-at60/same-seed1 and learning_rate=0.0006-seed1 beside it.
 The first has the run's seed, so `same-seed1` samples what the run itself did. The others have the seeds behind it:
 other prompts, other tokens. A branch is a run of its own; its log begins with the run's. OF_BOTH names the options
-that both of a pair get: how long they are, how they are logged, where they run.
+that both of a pair get: how long they are, how they are logged, where they run. A branch calls the run's on_iteration
+only if it is named here, because it may end the run: a branch is measured to its end.
 
 One branch trains after the other, in a process of grpo.py. The same command goes on where it was stopped.
 Left out: several processes (torchrun); a comparison, which report.py makes. Tests: tests/test_fork.py.
@@ -53,7 +54,8 @@ def main(settings, given, folder: str):
     """Raises SnugError before anything is written if the run cannot go on like this."""
     if odd := given & {"probe", "plan", "resume"}:
         raise SnugError(f"a branch trains; leave out {', '.join(sorted(odd))}")
-    changed = {name: getattr(settings, name) for name in sorted(given - {"at", "seeds"})}
+    own = sorted(given - {"at", "seeds"})
+    changed = dict(on_iteration="") | {name: getattr(settings, name) for name in own}
     run = prepare(*make_settings(GRPOSettings, "", changed | {"resume": folder})).settings
     starts = {iteration_of(path): path for path in checkpoints(folder)}
     at = settings.at or max(starts)

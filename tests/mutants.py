@@ -214,6 +214,7 @@ MUTANTS = [
     ("pairs: A's options hold", "runs/evaluation.py", "if not settings_of(source).task:", "if settings_of(find_run(first, tensors=())).task:", "test_pairs.py"),
     ("pairs: a model's limit is 256 beside a run of 32", "runs/evaluation.py", '"max_new_tokens"} if run.task else given', '} if run.task else given', "test_pairs.py"),
     ("PEFT: adapters on adapters", "runs/export.py", ' or base.state["weights"][1]', "", "test_adapters.py"),
+    ("fork: the run's callback ends its branches", "runs/fork.py", 'dict(on_iteration="")', "dict()", "test_fork.py"),
     ("fork: each branch has the run's seed", "runs/fork.py", 'f"seed={seed}"', 'f"seed={run.seed}"', "test_fork.py"),
     ("fork: Ctrl-C ends the command before the branch", "runs/fork.py", "    signal.signal(signal.SIGINT, lambda *_: None)", "    pass", "test_fork.py"),
     ("fork: after a stopped branch the next one", "runs/fork.py", "if code or not is_done(branch, end):", "if code:", "test_fork.py"),

@@ -35,7 +35,9 @@ def made(tmp_path_factory):
     changes = dict(save_interval=1, save_total_limit=3, seed=3, reward_funcs=[f"{__name__}:uneven"])
     sft, settings = tiny(folder, device="cpu", **changes)
     train_sft.main(prepare(dataclasses.replace(sft, device="cpu", eval_prompts=0)))
-    grpo.main(prepare(dataclasses.replace(settings, eval_interval=4)))
+    prepared = prepare(dataclasses.replace(settings, eval_interval=4, on_iteration="builtins:bool"))
+    prepared.on_iteration = None  # it would end this run, and a branch
+    grpo.main(prepared)
     shutil.rmtree(f"{settings.out_dir}/checkpoint-000001", ignore_errors=True)  # the best one is kept
     return folder / "grpo"
 
