@@ -83,6 +83,12 @@ def test_metrics_are_added_up_and_maxima_are_not():
     assert merged(shares) == dict(loss=0.75, difference_max=4.0, clipped=1.0)
 
 
+def test_an_exchange_that_fails_is_one_line():
+    processes = Processes.__new__(Processes)
+    processes.size = 2
+    assert_refused("^the processes cannot exchange; torchrun says why", processes.from_all_ranks, int)
+
+
 def test_a_sequence_that_moves_to_another_process_keeps_one_entropy():
     """An out-of-memory ends the first attempt of a step; its groups are dealt again, in smaller parts."""
     model = make_model(dtype=torch.float64)

@@ -29,7 +29,7 @@ from model import GPT
 from runs.loading import configure
 from snug.device.processes import ONE_PROCESS, OneProcess
 from snug.lora import trained
-from snug.options import SnugError
+from snug.options import SnugError, in_one_line
 from training.figures import join, moved, score
 from training.optimizer import gradients_of
 
@@ -78,7 +78,8 @@ class Processes(OneProcess):
         except SnugError as raised:
             error = raised
         everyones = [None] * self.size
-        dist.all_gather_object(everyones, (result, error))
+        with in_one_line("the processes cannot exchange; torchrun says why"):
+            dist.all_gather_object(everyones, (result, error))
         for rank, (_, error) in enumerate(everyones):
             if error and self.rank not in (0, rank):
                 sys.exit(2)
@@ -135,7 +136,7 @@ class ShardedProcesses(Processes):
         options = dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         if settings.param_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        for module in units(model):
+        for module in [*model.blocks, model]:
             fully_shard(module, **options)
             # A sum, because our gradients are shares of the whole step's.
             module.set_gradient_divide_factor(1.0)
@@ -174,7 +175,7 @@ class ShardedProcesses(Processes):
     @contextmanager
     def whole(self, model):
         """A plain model of gathered weights: the sampler's CUDA graphs see no hooks."""
-        for module in units(model):
+        for module in [*model.blocks, model]:
             module.reshard()
         with torch.device("meta"):
             plain = configure(GPT(model.config), self.settings)
@@ -192,10 +193,6 @@ class ShardedProcesses(Processes):
                 if not self.rank:
                     files[file][name] = torch.cat(shards)
         return files
-
-
-def units(model) -> list:
-    return [*model.blocks, model]
 
 
 def merged(shares: list[dict]):
