@@ -326,8 +326,10 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
     names = {*settings.of_task(), *CALLED} - {"tokenizer"}
     if settings.lora_rank or before.lora_rank:
         names |= ADAPTERS
-    elif "@" in before.init_from or find_path(before.init_from, settings.out_dir).exists():
-        names.add("init_from")
+    else:
+        was, now = (find_path(s.init_from, settings.out_dir).resolve() for s in (before, settings))
+        if "@" in before.init_from or was.exists() and was != now:
+            names.add("init_from")
     differ = differences(before, settings, sorted(names))
     if task.fingerprint() != resume.state["data"]:
         differ.append("data_file, test_file, eval_prompts=0 or the generators' package has changed")

@@ -304,6 +304,7 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
     again = dataclasses.replace(settings, resume="auto", max_iters=2)
     prepare(dataclasses.replace(again, teacher=sft.out_dir))
     assert prepare(dataclasses.replace(again, init_from="")).settings.init_from == sft.out_dir
+    prepare(dataclasses.replace(again, init_from=f"{tmp_path}/other/../sft/"))  # another name of the same folder
     (tmp_path / "sft").rename(tmp_path / "moved")
     moved = prepare(dataclasses.replace(again, init_from=f"{tmp_path}/moved"))
     assert moved.origin.path == tmp_path / "moved/checkpoint-000001"
