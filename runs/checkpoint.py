@@ -162,12 +162,15 @@ def find_run(folder: str | Path, tensors: tuple = WEIGHTS) -> Checkpoint:
     return Checkpoint(path, state)
 
 
-def settings_of(checkpoint) -> SFTSettings | GRPOSettings:
-    """The run's settings. Options that are gone are ignored; newer ones have their defaults. Raises SnugError."""
+def settings_of(checkpoint, goes_on=False) -> SFTSettings | GRPOSettings:
+    """The run's settings. Newer options have their defaults. Those that are gone are ignored, which a line says if they
+    did something; a run that goes on is refused then: SnugError."""
     values = checkpoint.state["settings"]
     lost = {name: value for name, value in values.items() if value != GONE.get(name, value)}
-    if lost:
+    if lost and goes_on:
         raise SnugError(f"the run has {lost}, which is gone: take the version of snug that made it")
+    if lost:
+        note(f"note: {checkpoint.path} has {lost}, which is gone and ignored")
     cls = GRPOSettings if "group_size" in values else SFTSettings
     known = fields(cls.with_task(values["task"], checkpoint.path))
     return cls(**{name: value for name, value in values.items() if name in known})

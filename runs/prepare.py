@@ -174,7 +174,7 @@ def find_resume(settings):
             f"resume={folder} has no checkpoint; name a run's folder, or a model as --init_from"
         )
     resume = find_run(folder, () if settings.plan else OF_A_RUN)
-    before = settings_of(resume)
+    before = settings_of(resume, goes_on=True)
     if isinstance(before, GRPOSettings) != isinstance(settings, GRPOSettings):
         script = "grpo.py" if isinstance(before, GRPOSettings) else "train_sft.py"
         raise SnugError(f"{folder} is a run of {script}; continue it with python {script}")
