@@ -1,6 +1,7 @@
 """--probe says what the run will see and changes nothing; each planted failure is the first that it names."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -41,10 +42,10 @@ def options_of(tmp_path, model, **changes):
 def probed(capsys, *rewards, **options):
     """-> (the exit code, the lines of the report)."""
     capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        grpo.train(prompts=PROMPTS, reward_funcs=list(rewards), probe=True, **options)
+    with patch("training.probe.sys.exit", side_effect=SystemExit) as end:
+        assert not grpo.train(prompts=PROMPTS, reward_funcs=list(rewards), probe=True, **options).finished
     lines = capsys.readouterr().out.splitlines()
-    return end.value.code, lines[lines.index("2 iterations without learning; in brackets a 95 % interval") :]
+    return end.call_args[0][0], lines[lines.index("2 iterations without learning; in brackets a 95 % interval") :]
 
 
 def test_the_probe_is_the_run_without_learning(tmp_path, models, capsys):
