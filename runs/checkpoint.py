@@ -48,11 +48,6 @@ GONE = dict(
     format_reward=0.0,
     soft_punish_cache=0,
 )
-MOVED = dict(  # tasks
-    lookup="examples.lookup:Lookup",
-    reasoning_gym="examples.gym:ReasoningGym",
-    code="examples.code:Code",
-)
 
 
 class Checkpoint(NamedTuple):
@@ -126,11 +121,7 @@ def sha256(file) -> str:
 def read_state(path) -> dict:
     """state.json of a checkpoint that `newest` has found."""
     state = json.loads((path / "state.json").read_text())
-    values = state["settings"]
-    values["task"] = MOVED.get(values["task"], values["task"])
-    values.setdefault("assistant_turns", "last")  # of older SFT runs
-    tools = values.get("tools", [])
-    values["tools"] = [tool.replace("data.lookup:", "examples.lookup:") for tool in tools]
+    state["settings"].setdefault("assistant_turns", "last")  # of older SFT runs
     return state
 
 

@@ -66,7 +66,7 @@ def warm_start(tmp_path_factory):
     texts = [letters[i % 26] + letters[i // 3 % 26] * (i % 5) + letters[i // 7 % 26] for i in range(300)]
     path = written(folder, [{"prompt": f"{i}?", "demonstration": text} for i, text in enumerate(texts)])
     options = dict(n_layer=1, n_embd=32, block_size=16, batch_size=32, max_iters=120, learning_rate=1e-2)
-    options |= dict(task="jsonl", data_file=path, eval_prompts=0, out_dir=str(folder / "sft"))
+    options |= dict(task="jsonl", data_file=path, eval_prompts=1, eval_interval=0, out_dir=str(folder / "sft"))
     train_sft.main(prepare(SFTSettings(**options)))
     return str(folder / "sft")
 

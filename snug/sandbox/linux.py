@@ -1,27 +1,19 @@
 """What Python has no function for: prctl, capset, Landlock and seccomp filters of Linux.
 
 The filter is a program of classic BPF, for x86_64 and aarch64: the kernel refuses all system calls that are not listed
-here, and opens files for reading only.
+in system_calls.toml, and opens files for reading only.
 """
 
 import ctypes
 import os
 import platform
 import struct
+import tomllib
+from pathlib import Path
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's AUDIT_ARCH_...
-ALLOWED = """
-    read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214,
-    mremap 25 216, madvise 28 233, pread64 17 67, readv 19 65, writev 20 66, stat 4 -, lstat 6 -, newfstatat 262 79,
-    statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents 78 -,
-    getdents64 217 61, getcwd 79 17, dup 32 23, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72,
-    nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 113, clock_getres 229 114, gettimeofday 96 169,
-    time 201 -, futex 202 98, sched_yield 24 124, sched_getaffinity 204 123, getcpu 309 168, rt_sigaction 13 134,
-    rt_sigprocmask 14 135, rt_sigreturn 15 139, sigaltstack 131 132, getpid 39 172, gettid 186 178, getppid 110 173,
-    getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getrandom 318 278, getrusage 98 165,
-    getrlimit 97 163, uname 63 160, sysinfo 99 179, times 100 153, restart_syscall 219 128, membarrier 324 283,
-    exit 60 93, exit_group 231 94, rseq 334 293"""  # name, number on x86_64, on aarch64
+ALLOWED = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text())
 OPENING = {"x86_64": {2: 1, 257: 2}, "aarch64": {56: 2}}  # open, openat: which argument has the flags
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # instructions of classic BPF
 PASS = (RETURN, 0, 0, 0x7FFF0000)  # SECCOMP_RET_ALLOW
@@ -64,10 +56,8 @@ def program():
     """
     machine = platform.machine()
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, MACHINES[machine]), REFUSE, (LOAD, 0, 0, 0)]
-    for call in ALLOWED.split(","):
-        number = call.split()[1 + list(MACHINES).index(machine)]
-        if number != "-":
-            lines += [(EQUAL, 0, 1, int(number)), PASS]
+    for number in ALLOWED[machine].values():
+        lines += [(EQUAL, 0, 1, number), PASS]
     for number, argument in OPENING[machine].items():
         lines += [(EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument)]
         lines += [(ANY_BIT, 1, 0, WRITING), PASS, REFUSE]
