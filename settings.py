@@ -60,14 +60,14 @@ class RunOptions:
     out_dir: str = option("out/run", "the run's folder")
     init_from: str = option(
         "",
-        "initial weights and the reference: a run, a Hugging Face model or PEFT adapters (folder or hub id), or the "
+        "initial weights and the reference: a run, a Hugging Face model, PEFT adapters (folder or hub id), or the "
         "config of an SFT run, trained first; empty: random",
     )
     seed: int = option(1, "seed of initial weights, prompt order and sampled tokens", maximum=2**31 - 1)
     device: str = option("auto", "cpu, cuda:1, mps, ...; auto: cuda, else mps, else cpu")
     dtype: str = option(
         "auto",
-        "of the forward pass; auto: bfloat16 on A100, RTX 30 and newer GPUs or with param_dtype=bfloat16",
+        "of the forward pass; auto: bfloat16 on A100, RTX 30 and newer, or with param_dtype=bfloat16",
         choices=("auto", *DTYPES),
     )
     parallel: str = option(
@@ -78,7 +78,7 @@ class RunOptions:
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
         "never",
-        "auto: continue the run in out_dir; a run's folder: this one, with its own options but those given",
+        "auto: continue the run in out_dir; a folder: this run; its options hold, but for those given",
     )
 
 
@@ -107,7 +107,7 @@ class TrainOptions:
 
     learning_rate: float = option(
         1e-3,
-        "peak learning rate; default for pretrained weights 1e-6, SFT 2e-5, with LoRA ten times as much",
+        "peak learning rate; pretrained weights: 1e-6, SFT 2e-5, with LoRA ten times as much",
     )
     lr_schedule: str = option(
         "constant",
@@ -167,9 +167,9 @@ class MemoryOptions:
     grad_offload: bool = option(False, "accumulate gradients on the host")
     memory_budget_gb: str = option(
         "",
-        "GiB, or auto: all that is free; takes the fastest options that fit and keep results",
+        "GiB, or auto: what is free; takes the fastest options that keep results and fit",
     )
-    plan: bool = option(False, "print the memory that an iteration needs, and stop; needs no GPU")
+    plan: bool = option(False, "print the memory that an iteration needs; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)
 
 
@@ -274,9 +274,7 @@ class RewardOptions:
         minimum=-1e9,
         maximum=1e9,
     )
-    reward_timeout: float = option(
-        300.0, "seconds of a function for a batch, then the run stops; 0: no limit"
-    )
+    reward_timeout: float = option(300.0, "seconds for a batch, then the run stops; 0: no limit")
 
     def check_rewards(self):
         weights, functions = len(self.reward_weights), len(self.reward_funcs)
@@ -302,7 +300,7 @@ class RolloutOptions:
     )
     max_num_gen_batches: int = option(
         1,
-        "dynamic sampling (DAPO): up to N rollouts to replace groups of equal rewards",
+        "dynamic sampling (DAPO): up to N rollouts replace groups of equal rewards",
         minimum=1,
     )
 
@@ -348,7 +346,7 @@ class TeacherOptions:
     )
     divergence: str = option(
         "sampled",
-        "sampled: log p_teacher - log p_sampler in advantages; reverse_kl: KL(model || teacher) in the loss",
+        "sampled: log p_teacher / p_sampler in advantages; reverse_kl: KL(model || teacher) in the loss",
         choices=("sampled", "reverse_kl"),
     )
     teacher_coef: float = option(1.0, "weight of the teacher's advantages or divergence")
@@ -391,6 +389,11 @@ class LoopSettings(
                 f"batch_size={self.batch_size} is less than {self.num_processes} processes; "
                 "each needs at least one prompt"
             )
+
+    @property
+    def default_learning_rate(self) -> float:
+        """Of pretrained weights."""
+        return round(self.pretrained_learning_rate * (10 if self.lora_rank else 1), 6)
 
     @property
     def sequences_per_rollout(self) -> int:
@@ -466,7 +469,7 @@ class GRPOSettings(
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
     probe: bool = option(
         False,
-        "print whether first rollouts teach something and how long the run takes, and stop",
+        "print whether first rollouts teach, and how long the run takes; stop",
     )
 
     def check(self):
@@ -487,7 +490,7 @@ class CompletionOptions:
     """What is sampled, and where."""
 
     num_samples: int = option(
-        1, "sampled completions of a prompt; evaluate.py adds the greedy one", minimum=1
+        1, "sampled completions of a prompt; evaluate.py adds a greedy one", minimum=1
     )
     max_new_tokens: int = option(0, "tokens of the longest completion; left out: the run's, or 256")
     temperature: float = option(1.0, "divides the logits; 0: the likeliest tokens")
@@ -520,7 +523,7 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
     num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
-        "all completions; empty: evaluation-<task>-test.jsonl in the run, or in out/<name>; none: off",
+        "all completions; empty: evaluation-<task>-test.jsonl in the run or out/<name>; none: off",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
 
@@ -531,7 +534,7 @@ class ExportSettings:
 
     to: str = option("", "the new folder")
     dtype: str = option("", "dtype of the weights; empty: as in the run", choices=("", *DTYPES))
-    adapters: bool = option(False, "write only the adapters of a run with lora_rank, as PEFT does")
+    adapters: bool = option(False, "write only the adapters, as PEFT does")
 
     def check(self):
         if not self.to:

@@ -67,13 +67,13 @@ class TaskOptions:
     )
     demonstration_noise: float = option(
         0.0,
-        "probability of an error: in each carry (addition), in each demonstration (others)",
+        "probability of an error: in a carry (addition), in a demonstration (others)",
         maximum=1,
     )
     chat: bool = option(False, "ask prompts as messages, in the tokenizer's chat template")
     system_prompt: str = option(
         "",
-        "chat: system message of prompts without one; empty: none, or the template's own",
+        "chat: system message of prompts without one; empty: the template's, if any",
     )
     chat_template_kwargs: dict = option(
         {},

@@ -44,15 +44,11 @@ class EpisodeOptions:
     """
 
     stop_string: str = option("", "text that also ends a completion, such as </answer>")
-    tools: list[str] = option(
-        [], "functions that the model may call: calc, python, module:function; empty: none"
-    )
+    tools: list[str] = option([], "functions that the model may call: calc, python, module:function")
     environment: str = option("", "module:Class with reset, methods as tools, get_reward")
     max_turns: int = option(0, "turns of the model in a completion; 0: no limit")
     max_tool_tokens: int = option(256, "cut off results of tools of more tokens", minimum=1)
-    tool_timeout: float = option(
-        10.0, "a call that takes more seconds is an error that the model reads", minimum=1e-3
-    )
+    tool_timeout: float = option(10.0, "seconds of a call; then the model reads an error", minimum=1e-3)
 
 
 class Toolbox:

@@ -25,7 +25,7 @@ INSTRUCTION = (
 
 class GSM8K(FileTask):
     columns = ("answer",)
-    remedy = "; README.md and config/grpo_gsm8k.py have the curl command that downloads it"
+    remedy = "; config/grpo_gsm8k.py has the command that downloads it"
 
     def row_of(self, value):
         """-> {"prompt", "question", "answer": the number as text, "demonstration": the worked answer}"""

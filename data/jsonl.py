@@ -7,8 +7,9 @@
 prompt: text, or messages, which the tokenizer's chat template writes. The content of a message is text, or one part
 of text: [{"type": "text", "text": ...}]. If the last message is the assistant's, completions go on behind it; SFT of a
 row without another demonstration learns it. A column messages is the prompt if there is no column prompt; such a last
-message of it is the demonstration. SFT learns each message of the assistant there, as a row of its own: a model that
-answers sees what its chat template writes of a conversation until then. assistant_turns=last: only the last.
+message of it is the demonstration. SFT learns the assistant's earlier messages too, each as a row of its own, behind
+what the chat template writes of the messages before it (assistant_turns=last: only the last). Of a held-out row it
+reads the last one.
 answer: text, a number or a boolean. The task's own reward is 1 if the completion is exactly that text (true, false).
 With a number (5, not "5") it is 1 if the last number in the completion equals it: "29 + 21 = 50." is right for 50.
 data/answers.py says what a number is. If reward_funcs score, the answer may be anything, or missing.
@@ -59,7 +60,8 @@ class Jsonl(FileTask):
         for row in rows:
             problem = problem_of(row.get("answer"))
             scores = "answer" in self.blank and not self.free
-            if problem and (scores or demonstrations and not row.get("demonstration")):
+            needed = not row.get("demonstration") if demonstrations else scores
+            if problem and needed:
                 raise SnugError(f"{row.place}: answer {problem}")
             self.scored = self.scored and not problem
         self.only_numbers = all(type(row.get("answer")) in NUMBERS for row in rows)
@@ -70,8 +72,8 @@ class Jsonl(FileTask):
             raise ValueError(f'not an object but {json.dumps(value)[:40]}; write {{"prompt": ...}}')
         row = dict(value)
         match value:
-            case {"completion": str(text) | [{"content": str(text)}]}:
-                row.setdefault("demonstration", text)
+            case {"completion": str(text) | [{"role": "assistant", "content": str(text)}]}:
+                row["demonstration"] = row.get("demonstration") or text
         for name, column in self.names.items():
             if column == "prompt" and "prompt" not in row and "messages" in row:
                 column = "messages"
@@ -102,15 +104,15 @@ class Jsonl(FileTask):
             raise ValueError(f"the column {min(taken)} has the name of an argument of reward functions")
         return row
 
-    def parts_of(self, row):
-        parts = [row]
+    def earlier(self, row):
+        turns = []
         if self.all_turns and "messages" in row:
             for n, message in enumerate(row["prompt"]):
                 match message:
                     case {"role": "assistant", "content": str(text)} if n and text:
-                        parts.append(Row(row | dict(prompt=row["prompt"][:n], demonstration=text)))
-                        parts[-1].place = row.place
-        return parts
+                        turns.append(Row(row | dict(prompt=row["prompt"][:n], demonstration=text)))
+                        turns[-1].place = row.place
+        return turns
 
     def identity(self, row):
         prompt, _ = split_beginning(row["prompt"])

@@ -32,11 +32,11 @@ class FileOptions:
         'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or .json, .parquet; gsm8k: its train.jsonl',
     )
     test_file: str = option(
-        "", "held-out prompts; empty: one in ten rows of data_file, or more of a small one"
+        "", "held-out prompts; empty: one in ten rows of data_file, of a small one more"
     )
     drop_long_prompts: bool = option(
         False,
-        "drop rows whose prompt is longer than max_prompt_length or, if that is 0, does not fit into block_size with "
+        "drop rows whose prompt is longer than max_prompt_length or, if that is 0, leaves no room in block_size for "
         "its completion",
     )
 
@@ -57,14 +57,14 @@ class FileTask(Task):
         """What a file has for a row -> the row. Raises ValueError if it is wrong."""
         raise NotImplementedError
 
-    def parts_of(self, row: Row) -> list[Row]:
-        """What SFT learns of a row."""
-        return [row]
+    def earlier(self, row: Row) -> list[Row]:
+        """What SFT learns of a training row besides. What is held out is not learned as a part of another row."""
+        return []
 
     def problem(self, row) -> str:
         """The text whose hash decides the split."""
         others = {name: row[name] for name in row if name not in ("prompt", "demonstration")}
-        return self.identity(row) + json.dumps(others) * bool(self.settings.environment)
+        return self.identity(row) + json.dumps(others, sort_keys=True) * bool(self.settings.environment)
 
     def found(self, path: str):
         return find_path(path, self.settings.out_dir)
@@ -114,8 +114,9 @@ class FileTask(Task):
             }
             for row, rank in zip(rows, ranks, strict=True):
                 self.rows["test" if rank in held_out else "train"].append(row)
-        for split, whole in self.rows.items():
-            self.rows[split] = [part for row in whole for part in self.parts_of(row)]
+        held_out, whole = {*map(self.problem, self.rows["test"])}, self.rows["train"]
+        parts = [part for row in whole for part in (row, *self.earlier(row))]
+        self.rows["train"] = [part for part in parts if self.problem(part) not in held_out]
         # A row has None where it lacks a column of others.
         self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
@@ -157,6 +158,7 @@ class FileTask(Task):
             rows = self.rows["train"] + self.rows["test"]
             counts = (self.tokens(row, encode) for row in counted(rows, "prompts", "reading"))
             prompts, self.answer_lengths = zip(*counts, strict=True)
+            self.longest_row = max(map(sum, zip(prompts, self.answer_lengths, strict=True)))
             self.longest_at = rows[prompts.index(max(prompts))].place
             self.prompt_lengths = prompts
         return max(self.prompt_lengths), max(self.answer_lengths)

@@ -40,6 +40,7 @@ class Task:
     columns: tuple[str, ...] = ()  # columns of a row that `is_right` takes, in its order
     scored = True  # can the task say whether a completion is right?
     longest_at = ""  # file and line of the longest prompt, once `longest` has seen it
+    longest_row = 0  # tokens of its longest prompt with its demonstration, from then on
     prompt_lengths = ()  # tokens of each of a file's prompts, from then on
     answered = 0  # conversations of a file whose last message is the assistant's, which is left out
     dropped = ""  # how many rows were too long, in words: drop_long_prompts

@@ -95,7 +95,7 @@ def refuse_missing(folder):
     """Raises SnugError if there is no such folder."""
     if not folder.is_dir():
         hint = did_you_mean(str(folder), map(str, folder.parent.glob("*/")))
-        advice = "; train it first, or name a model's folder, or owner/name on the hub"
+        advice = "; train it first, or name a folder, or owner/name on the hub"
         raise SnugError(f"{folder}: there is no such run or model{hint or advice}")
 
 
@@ -132,9 +132,7 @@ def find_run(folder: str | Path, tensors: tuple = WEIGHTS) -> Checkpoint:
     A model on the hub is downloaded; without tensors perhaps without its weights. Raises SnugError.
     """
     if not folder:
-        raise SnugError(
-            "name a run's folder, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B"
-        )
+        raise SnugError("name a run, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B")
     found = find_path(folder)
     path = found if found.is_dir() else local_folder(folder, bool(tensors))
     if not is_pretrained(path):

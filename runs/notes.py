@@ -18,7 +18,7 @@ def notes(prepared: Prepared) -> list[str]:
     if has_tools and chat and (isinstance(prompts[0], str) or chat.call_form == "inline"):
         # Where a chat template describes no tools, a prompt has to.
         lines.append(
-            "nothing tells the model of its tools: its chat template does not; show a call in the prompt"
+            "the chat template does not tell the model of its tools; show a call in the prompt"
         )
     if found := [match[0] for match in map(tokenizer.spellings.search, map(str, prompts)) if match]:
         lines.append(
@@ -32,9 +32,12 @@ def notes(prepared: Prepared) -> list[str]:
             lines.append(
                 f"{number:,} of {len(rows):,} prompts end with a message of the assistant: {what}"
             )
-    usual = settings.pretrained_learning_rate * (10 if settings.lora_rank else 1)
-    if settings.max_iters and prepared.is_pretrained and settings.learning_rate == usual:
-        lines.append(f"learning_rate={usual:g}, the default for pretrained weights")
+    rate, usual = settings.learning_rate, settings.default_learning_rate
+    if settings.max_iters and prepared.is_pretrained:
+        if rate == usual:
+            lines.append(f"learning_rate={rate:g}, the default for pretrained weights")
+        if rate > 10 * usual:
+            lines.append(f"learning_rate={rate:g}; the default for pretrained weights is {usual:g}")
     return lines
 
 
@@ -42,4 +45,4 @@ def unused_template(tokenizer: Tokenizer, prompts: list[str | list[dict]]) -> li
     plain = [each for each in prompts if isinstance(each, str) and not tokenizer.is_rendered(each)]
     if tokenizer.chat is None or not plain:
         return []
-    return ["the model has a chat template, and prompts of text do without it; --chat asks them in it"]
+    return ["prompts of text do without the model's chat template; --chat asks them in it"]

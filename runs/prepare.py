@@ -6,6 +6,7 @@ does not fit together. It loads no tensors and writes nothing. If grpo.py has to
 prepared, too.
 """
 
+import filecmp
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,7 +110,7 @@ class Prepared:
         settings = self.settings
         prompt, answer = self.task.longest(partial(self.encode, cut=False))
         prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
-        if self.task.dropped and not settings.max_new_tokens:
+        if not settings.max_new_tokens and 0 < self.task.longest_row < settings.block_size:
             # SFT: each demonstration fits behind its own prompt.
             completion = min(completion, settings.block_size - prompt)
         return prompt, completion
@@ -247,7 +248,7 @@ def resolve_lengths(prepared: Prepared, chosen: Set[str]):
     if is_unset("max_new_tokens") and prepared.origin and is_pretrained(prepared.origin.path):
         settings.max_new_tokens = min(PRETRAINED_LENGTH, settings.block_size // 2)
     if is_unset("learning_rate") and prepared.is_pretrained:
-        settings.learning_rate = settings.pretrained_learning_rate * (10 if settings.lora_rank else 1)
+        settings.learning_rate = settings.default_learning_rate
     task.drop_long(prepared.tokenizer.encode_prompt, settings)
     settings.eval_prompts = min(settings.eval_prompts, task.size("test") or settings.eval_prompts)
 
@@ -294,7 +295,11 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
             f"base_dtype={settings.base_dtype!r}, but {init_from} has adapters, which would be rounded to 4 bits; name "
             f"its base weights, or a folder that {command('export')} made"
         )
-    same_file = begin and getattr(begin, "data_file", "") == getattr(settings, "data_file", None)
+    files = [
+        find_path(getattr(run, "data_file", ""), place)
+        for run, place in ((begin, init_from), (settings, settings.out_dir))
+    ]
+    same_file = all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False)
     if same_file and settings.eval_prompts and not settings.test_file:
         learned_all = begin.test_file or not begin.eval_prompts
         if learned_all or bool(begin.environment) != bool(settings.environment):
@@ -324,6 +329,7 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
 
     Weights that are not where they were may have moved to init_from. Of adapters' base base_of asks."""
     names = {*settings.of_task(), *CALLED} - {"tokenizer"}
+    names |= {"assistant_turns"} & vars(settings).keys()
     if settings.lora_rank or before.lora_rank:
         names |= ADAPTERS
     else:

@@ -111,14 +111,14 @@ def test_what_is_nearer_comes_first(tmp_path, monkeypatch):
         assert find_path("README.md", run).resolve() == (place if place.name == "here" else HOME) / "README.md"
 
 
-NO_MODEL = "there is no such run or model; train it first, or name a model's folder, or owner/name on the hub"
+NO_MODEL = "there is no such run or model; train it first, or name a folder, or owner/name on the hub"
 MISSING = {  # what is missing -> how the line ends
     "--init_from=out/grpo_small": f"out/grpo_small: {NO_MODEL}",
     "config/distill_small.py": f"out/grpo_small: {NO_MODEL}",  # its teacher
     "--resume=empty": "resume=empty has no checkpoint; name a run's folder, or a model as --init_from",
     "--task=countdown --chat --beta=0": "lacks: name a model such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
-    "config/grpo_gsm8k.py": "; README.md and config/grpo_gsm8k.py have the curl command",
-    "--task=gsm8k": "; README.md and config/grpo_gsm8k.py have the curl command",
+    "config/grpo_gsm8k.py": "; config/grpo_gsm8k.py has the command that downloads it",
+    "--task=gsm8k": "; config/grpo_gsm8k.py has the command that downloads it",
 }
 
 

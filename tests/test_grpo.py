@@ -167,7 +167,7 @@ def test_no_two_uses_draw_with_the_same_key(tmp_path, monkeypatch):
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
-    sft, settings = tiny(tmp_path)
+    sft, settings = tiny(tmp_path, group_size=3)
     train_sft.main(prepare(sft))
     run(settings)
     console = capsys.readouterr().out
@@ -180,11 +180,11 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert {"before/pass_at_1", "before/pass_at_1_sampled"} <= set(records[0]) and "pass_at_1" not in records[1]
     assert {"pass_at_1", "pass_at_1_sampled"} <= set(records[3]) and "before/pass_at_1" not in records[3]
     samples = [json.loads(line) for line in (tmp_path / "grpo/samples.jsonl").read_text().splitlines()]
-    assert [sample["iter"] for sample in samples] == [i for i in range(4) for _ in range(settings.group_size)]
+    assert [sample["iter"] for sample in samples] == [i for i in range(4) for _ in range(6)]  # whole groups
     names = "iter group prompt completion reward rewards columns advantage stopped tokens"
     names += " logprobs ref_logprobs entropies"
     for sample in samples:
-        assert sorted(sample) == sorted(names.split()) and sample["group"] == 0
+        assert sorted(sample) == sorted(names.split()) and sample["group"] in (0, 1)
         assert list(sample["rewards"].values()) == [pytest.approx(sample["reward"])] and "answer" in sample["columns"]
         lengths = {len(sample[name]) for name in ("logprobs", "ref_logprobs", "entropies")}
         assert lengths == {len(sample["tokens"])} <= set(range(1, settings.max_new_tokens + 1))

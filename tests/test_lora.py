@@ -164,6 +164,9 @@ def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
     with pytest.raises(SnugError, match=f"has adapters for the weights in .*, which {tmp_path}/other does not have"):
         run_grpo(tmp_path / "other", *again)
     run_grpo(tmp_path / "elsewhere", *again)
+    run_grpo(sft, tmp_path / "whole", *LORA, "--max_iters=3")
+    resumed, whole = (load_file(newest(run) / "model.safetensors") for run in (again[0], tmp_path / "whole"))
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
 def test_other_adapters_are_another_run(sft, tmp_path):

@@ -183,8 +183,10 @@ def test_gradients_are_those_of_the_same_values_in_float64(shape, way):
 
 
 @pytest.mark.parametrize("shape, cast", [("gpt2", False), ("llama", True)])
-def test_in_float32_and_autocast_it_is_the_plain_layer(shape, cast):
+def test_in_float32_and_autocast_it_is_the_plain_layer(shape, cast, monkeypatch):
     ours, plain = pair_of_models(shape, torch.float32, make_model)
+    dequantized, dtypes = NF4.dequantized, []
+    monkeypatch.setattr(NF4, "dequantized", lambda weight, dtype: dtypes.append(dtype) or dequantized(weight, dtype))
     tokens, found = torch.arange(40, device=DEVICE).view(2, 20), []
     for model in (ours, plain):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=cast):
@@ -195,7 +197,8 @@ def test_in_float32_and_autocast_it_is_the_plain_layer(shape, cast):
             found.append([logits, model(tokens), *gradients])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    assert found[0][0].dtype == (torch.bfloat16 if cast else torch.float32)
+    expected = torch.bfloat16 if cast else torch.float32
+    assert found[0][0].dtype == expected == dtypes[0]  # no more bytes than the products need
 
 
 def test_nothing_of_a_matrix_is_kept_for_backward():

@@ -21,8 +21,8 @@ USER = dict(role="user", content="2+3=")
 ASSISTANT = dict(role="assistant", content="It is")
 RENDERED = "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n<think>"
 TEMPLATE, TOOLS, SPELLED, READ, BEGUN, LEFT_OUT, RATE = (
-    "the model has a chat template, and prompts of text do without it; --chat asks them in it",
-    "nothing tells the model of its tools: its chat template does not; show a call in the prompt",
+    "prompts of text do without the model's chat template; --chat asks them in it",
+    "the chat template does not tell the model of its tools; show a call in the prompt",
     "1 of 10 prompts spell special tokens, such as <|im_end|>: in 0 they are read as such, as transformers does; "
     "elsewhere, as in messages, they are ordinary text",
     "10 of 10 prompts spell special tokens, such as <|im_start|>: in 10 they are read as such, as transformers does",

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo
+from batch import Cut, Sequences
 from helpers.models import DEVICE
 from helpers.peaks import prepared_run
 from helpers.runs import limits_of
@@ -147,6 +148,29 @@ def test_a_failed_call_is_gone_before_the_next():
 
     limits = Checked()
     assert limits.retry("train", work) == 3 and limits.failures == ["first", str(cpu_error)]
+
+
+def test_the_next_attempt_has_smaller_pieces_of_its_own_kind():
+    limits, cuts = limits_of(GRPOSettings(max_tokens_per_micro_batch=8)), []
+    sequences = Sequences.from_lists([[0, 0]] * 4, [[1, 1, 1]] * 4)  # 4 tokens of the row each
+
+    def step(cut):
+        cuts.append(cut.steps[0])
+        if len(cuts) == 1:
+            raise torch.OutOfMemoryError("first")
+
+    limits.retry("train", step, Cut(sequences, max_tokens=8))
+    assert list(map(len, cuts)) == [2, 4]
+
+    attempts = iter([torch.OutOfMemoryError("first")])
+    before = limits.max_rollout_batch, limits.max_eval_batch
+    with pytest.raises(StopIteration):
+        limits.retry("eval", lambda: raised(next(attempts)))
+    assert limits.max_rollout_batch == before[0] and limits.max_eval_batch < before[1]
+
+
+def raised(error):
+    raise error
 
 
 def test_an_optimizer_step_is_tried_once_more():

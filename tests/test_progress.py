@@ -81,9 +81,13 @@ def test_how_far_a_phase_is_and_what_is_left():
 
 
 def test_an_error_ends_the_loops_inside_a_phase():
-    with pytest.raises(ZeroDivisionError) as error, phase("train"):
-        for _ in counted([1, 2], "micro-batches"):
+    def work():
+        batches = counted([1, 2], "micro-batches")
+        for _ in batches:
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as error, phase("train"):
+        work()
     assert not PHASES and error.tb  # which holds the loop
 
 

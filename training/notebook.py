@@ -57,7 +57,9 @@ def train(cls, main, config, prompts, reward_funcs, options):
     except SnugError as error:
         # A notebook would keep the frames, and the model in them.
         raise error.with_traceback(None) from None
-    except SystemExit:  # of a probe
+    except SystemExit:
+        if not prepared.settings.probe:
+            raise
         finished = False
     return FinishedRun(prepared.settings, functions, finished)
 

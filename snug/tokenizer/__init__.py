@@ -210,7 +210,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         from tiktoken.load import read_file_cached
 
         with in_one_line(
-            "the two files of tokenizer=gpt2 cannot be downloaded: set TIKTOKEN_CACHE_DIR to a folder that has them, "
+            "tokenizer=gpt2 cannot be downloaded: set TIKTOKEN_CACHE_DIR to a folder that has its two files, "
             "or use --tokenizer=bytes"
         ):
             vocab = json.loads(read_file_cached(GPT2 + "encoder.json", GPT2_VOCAB))
@@ -223,7 +223,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         if "tokenizer.json" in files:
             return tokenizer_of(folder, files)
     raise SnugError(
-        f"{name!r} has no tokenizer.json (AutoTokenizer of transformers makes one of a tokenizer.model), and is not "
+        f"{name!r} has no tokenizer.json (transformers' AutoTokenizer makes one of a tokenizer.model), and is not "
         "bytes or gpt2"
     )
 
