@@ -38,7 +38,7 @@ def sign_flip(d: np.ndarray) -> float:
     return float(chances[abs(sums) >= abs(sum(units))].sum())
 
 
-def compared(pairs: list[tuple[float, float]]) -> dict:
+def compared(pairs):
     """Figures (A's, B's) of the same prompts -> a, b: means; low, high: 95 % of B - A; p; up, down: how many prompts.
 
     The interval counts one prompt more that is up and one that is down, by as much as the largest difference, or by 1
@@ -60,7 +60,7 @@ def compared(pairs: list[tuple[float, float]]) -> dict:
     )
 
 
-def said(row: dict) -> str:
+def said(row) -> str:
     """`compared` -> "A 0.952, B 0.901, B - A -0.051 (-0.081 to -0.021), up in 0 and down in 5, p = 0.062"."""
     a, b = row["a"], row["b"]
     interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
@@ -74,7 +74,7 @@ def said(row: dict) -> str:
 # Two models
 
 
-def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
+def comparison(ours, theirs):
     """Samples of A and of B -> {"greedy right": `compared`, "sampled right": ..., "sampled reward": ...}.
 
     A prompt that is repeated counts once, with its mean. reward: if all completions were scored, and it is more than
@@ -96,7 +96,7 @@ def comparison(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
     return figures
 
 
-def verdict(figures: dict[str, dict]) -> list[str]:
+def verdict(figures):
     """`comparison` -> lines for people: the figures, and whether B is better, by sampled answers if there are any."""
     lines = [f"{name}: {said(row)}" for name, row in figures.items()]
     name, row = [item for item in figures.items() if item[0].endswith("right")][-1]

@@ -25,7 +25,6 @@ trust. Tests: tests/test_reward.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from contextlib import chdir, suppress
 from copy import deepcopy
 from functools import partial
@@ -39,7 +38,7 @@ OURS = {"environments", "trainer_state", "log_metric", "log_extra"}
 ARGUMENTS = OURS | {"prompts", "completions", "completion_ids", "stopped"}
 
 
-def repeat_columns(rows: list[dict], k: int = 1):
+def repeat_columns(rows, k=1):
     """Rows -> columns, each value k times. k=2: [{"answer": 1}, {"answer": 2}] -> {"answer": [1, 1, 2, 2]}."""
     return {name: [row[name] for row in rows for _ in range(k)] for name in rows[0] if name != "prompt"}
 
@@ -61,15 +60,15 @@ class Scores(NamedTuple):
 
 
 def total_rewards(
-    functions: list[Callable],
-    prompts: list,
-    completions: list[str] | list[list[dict]],
-    columns: dict[str, list],
-    timeout: float = 0.0,
-    weights: Sequence[float] = (),
-    state: TrainerState | None = None,
+    functions,
+    prompts,
+    completions,
+    columns,
+    timeout=0.0,
+    weights=(),
+    state=None,
 ) -> Scores:
-    """Call each function on the completions. weights: default 1 each.
+    """Call each function on N completions. columns: {name: N values}. weights: default 1 each. state: a TrainerState.
 
     None adds nothing; if every function returns None for a completion, its total is NaN.
     timeout: seconds for each function; 0: no limit. Raises SnugError.
@@ -108,7 +107,7 @@ def total_rewards(
     return Scores(totals, dict(zip(unique, rewards, strict=True)), extra, metrics)
 
 
-def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list[list[float | None]]:
+def call_all(functions, arguments, timeout):
     """Each function's rewards, a finite number or None per completion. Raises SnugError that names the function."""
     completions = arguments["completions"]
     hint = f"it gets {', '.join(arguments)}; the first completion is {completions[0]!r:.80}"
@@ -126,7 +125,7 @@ def call_all(functions: list[Callable], arguments: dict, timeout: float) -> list
     return rewards
 
 
-def checked(function: Callable, rewards, completions: list) -> list[float | None]:
+def checked(function, rewards, completions):
     """What a function returned -> a finite number or None per completion. Raises SnugError."""
     name, count = f"reward function {name_of(function)}", len(completions)
     if hasattr(rewards, "tolist"):  # a tensor or an array

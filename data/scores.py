@@ -12,14 +12,13 @@ Tests: tests/test_evaluate.py.
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from math import comb
 from statistics import fmean
 
 Z = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
 
 
-def powers(n: int) -> list[int]:
+def powers(n: int):
     """The k of pass@k: 1, 2, 4, ... below n, and n."""
     return [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
 
@@ -29,7 +28,7 @@ def pass_at(k: int, n: int, right: int) -> float:
     return (comb(n, k) - comb(n - right, k)) / comb(n, k)  # whole numbers, rounded once
 
 
-def majority(answers: Sequence, right: Sequence[bool]):
+def majority(answers, right):
     """How right is the answer with the most votes? -> the share of its samples that are right. None has no vote.
 
     If answers tie, the mean over them; without a vote, 0.
@@ -62,7 +61,7 @@ def share_of(count: int, n: int) -> str:
     return f"{count:,} of {n:,}, {100 * count / n:.0f} % ({100 * low:.0f} % to {100 * high:.0f} %)"
 
 
-def summarize(greedy: list[dict], sampled: list[dict]):
+def summarize(greedy, sampled):
     """A greedy sample of each prompt and n others of each, or none -> what the file of samples says first.
 
     -> {"scores": {name: mean}, "intervals": {name: (low, high)}, "means": {name: mean}, "different_prompts": number}.
@@ -84,7 +83,7 @@ def summarize(greedy: list[dict], sampled: list[dict]):
     return dict(scores=scores, intervals=intervals, means=means, different_prompts=different)
 
 
-def group_scores(groups: list[list[tuple]]):
+def group_scores(groups):
     """A group of n pairs (answer, right) per prompt -> pass_at_k for the `powers` above 1, and maj_at_n.
 
     Each score is a mean over the prompts.
@@ -97,7 +96,7 @@ def group_scores(groups: list[list[tuple]]):
     return scores
 
 
-def pass_rates(samples: list[dict], suffix: str = ""):
+def pass_rates(samples, suffix=""):
     """-> {"pass_at_1": the share of right samples}, and task_pass_at_1 if they have a task_reward."""
     rates = {"pass_at_1" + suffix: mean_of([sample["right"] for sample in samples])}
     if "task_reward" in samples[0]:
@@ -105,7 +104,7 @@ def pass_rates(samples: list[dict], suffix: str = ""):
     return rates
 
 
-def reward_means(samples: list[dict]):
+def reward_means(samples):
     """-> {"reward": mean, "reward/<function>": mean, ...}. Without None, "not scored"."""
     means = {}
     for name in dict.fromkeys(name for sample in samples for name in sample):
@@ -118,7 +117,7 @@ def mean_of(values: list[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def table(summary: dict):
+def table(summary):
     """The first line of a file of samples -> lines for people: name, value, 95 % interval."""
     options, different = summary["settings"], summary["different_prompts"]
     prompts, n = options["num_prompts"], options["num_samples"]

@@ -29,7 +29,6 @@ import json
 import operator
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
@@ -107,14 +106,12 @@ class Interpreter:
 # The user's tools
 
 
-def load_tools(
-    specs: Sequence[str], functions: Mapping[str, Callable] = {}, run: str = ""
-) -> dict[str, Callable]:
+def load_tools(specs, functions=(), run=""):
     """["calc", "module:function", ...] -> {name: function}, in this order.
 
-    functions: those of a caller, by their specs. run: a run's folder. `python` starts its sandbox. Raises SnugError.
+    functions: {spec: function} of a caller. run: a run's folder. `python` starts its sandbox. Raises SnugError.
     """
-    tools, known = {}, {**TOOLS, **functions}
+    tools, known = {}, TOOLS | dict(functions)
     advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
     for spec in specs:
         tool = imported(spec, "tools", advice, known, run)
@@ -125,7 +122,7 @@ def load_tools(
     return tools
 
 
-def schema_of(function: Callable) -> dict:
+def schema_of(function) -> dict:
     """The function's JSON schema, of its type hints and a docstring with "Args:", as in TRL. Raises SnugError."""
     with in_one_line("tools and environments need transformers: pip install transformers"):
         from transformers.utils import get_json_schema
@@ -134,7 +131,7 @@ def schema_of(function: Callable) -> dict:
         return get_json_schema(function)
 
 
-def methods_of(environment) -> dict[str, Callable]:
+def methods_of(environment):
     """-> {name: bound method} of its tools, in the order of names.
 
     Looks at the class, because looking at the object would compute its properties.
@@ -151,7 +148,7 @@ def methods_of(environment) -> dict[str, Callable]:
 UNREADABLE = 'a call must be a JSON object with "name" and "arguments", which must be an object'
 
 
-def parse_calls(text: str, form: str, schemas: Sequence[dict], thinks=False) -> tuple[str, list[dict]]:
+def parse_calls(text, form, schemas, thinks=False):
     """What a model wrote -> (the text outside calls, [{"type": "function", "function": {"name", "arguments"}}, ...]).
 
     form: Chat.call_form. schemas: those of the tools. thinks: the prompt ends with <think>. A call that cannot be read
@@ -173,7 +170,7 @@ def parse_calls(text: str, form: str, schemas: Sequence[dict], thinks=False) -> 
     return ((thought + text).strip(), []) if "error" in call else (thought.strip(), [call])
 
 
-def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
+def parse_inline(text, schemas):
     """At most one call, the last, because the turn ends where it does."""
     start, _, rest = text.rpartition("</")
     name = rest.partition(">")[0]
@@ -189,7 +186,7 @@ def parse_inline(text: str, schemas) -> tuple[str, list[dict]]:
     return before.strip(), [call]
 
 
-def read_call(text: str) -> dict:
+def read_call(text: str):
     """A JSON object with a name and arguments -> a call, or one with an error. A text in it may have raw newlines."""
     function, problem = dict(name="", arguments={}), dict(error=UNREADABLE)
     with suppress(Exception):
@@ -207,11 +204,11 @@ def read_call(text: str) -> dict:
 # Calls
 
 
-def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> tuple[str | None, bool]:
-    """-> (what the model reads, did the call fail?), after `seconds` at the latest. Never raises. Threads may use it.
+def call_tool(functions, call, seconds):
+    """A call as of `parse_calls` -> (what the model reads, did it fail?), after `seconds` at the latest. Never raises.
 
     The text is str(what the function returns), of any length, or None; or str({"error": ...}) if the call cannot be
-    made or the function raises or is late, as in TRL.
+    made or the function raises or is late, as in TRL. functions: {name: function}. Threads may use it.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if name not in functions:
@@ -231,7 +228,7 @@ def call_tool(functions: Mapping[str, Callable], call: dict, seconds: float) -> 
     return str({"error": problem[:MAX_ERROR]}), True
 
 
-def text_within(function: Callable, arguments: dict, seconds: float) -> str | None:
+def text_within(function, arguments, seconds):
     """str(what a function returns), or None. Raises OutOfTime if this and its str take longer than `seconds`."""
 
     def work():

@@ -16,7 +16,6 @@ The newest save_total_limit checkpoints are kept, and the one with the best scor
 
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,14 +40,14 @@ class Saver:
         tokenizer,
         model,
         optimizer,
-        say: Callable[[str], None],
+        say,
         start=None,
         processes=ONE_PROCESS,
         **constants,
     ):
-        """start: iterations done before this run. constants: `data` and, for LoRA, `base` of state.json.
+        """say: writes a line. start: iterations done before this run.
 
-        With several processes rank 0 decides and writes. The others make the same calls.
+        constants: `data` and, for LoRA, `base` of state.json. With several processes rank 0 decides and writes. The others make the same calls.
         """
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.model, self.optimizer, self.processes = model, optimizer, processes
@@ -136,7 +135,7 @@ class Saver:
                 shutil.rmtree(path, ignore_errors=True)  # if it stays, the next save tries again
 
     @contextmanager
-    def keeping(self, iteration, progress) -> Iterator[None]:
+    def keeping(self, iteration, progress):
         """If the block fails before its optimizer step, save the state from before it, with this `progress`. Ctrl-C
         says how to go on."""
         progress = progress | {"generators": generator_state()}

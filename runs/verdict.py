@@ -9,13 +9,13 @@ Left out: runs that have not ended; the same prompt by prompt (evaluate.py). Tes
 import re
 
 from data.pairs import compared, said
-from runs.page.runs import Run, logged
+from runs.page.runs import logged
 from snug.home import command
 
 OF_SCORES = "task", "data_file", "test_file", "eval_prompts", "chat", "system_prompt"
 
 
-def verdict(runs) -> list[str]:
+def verdict(runs):
     """Lines about runs of GRPO: each arm beside the first."""
     runs = [run for run in runs if run.kind == "GRPO" and run.ended and held_out(run)]
     arms = {}
@@ -36,11 +36,11 @@ def score_name(run) -> str:
     return own if logged(run.records, own) else "eval_reward_mean"
 
 
-def held_out(run) -> list[float]:
+def held_out(run):
     return logged(run.records, score_name(run))
 
 
-def difference(first: dict[int, Run], second: dict[int, Run]) -> str:
+def difference(first, second):
     """What the last scores of two arms, {seed: run}, say."""
     pairs = [(first[seed], second[seed]) for seed in first if seed in second]
     names = [*OF_SCORES]

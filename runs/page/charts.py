@@ -54,7 +54,7 @@ class Chart:
     series: list[Series]
 
 
-def charts_of(runs) -> list[Chart]:
+def charts_of(runs):
     """All charts, in the page's order."""
     functions = {name: name.removeprefix("reward/") for name in logged_names(runs, "reward/")}
     figures = [*LEARNING, ("Reward by function", "mean before weights", functions)]
@@ -66,7 +66,7 @@ def charts_of(runs) -> list[Chart]:
     return learning + memory + time
 
 
-def by_kind(section, title, unit, names, runs) -> list[Chart]:
+def by_kind(section, title, unit, names, runs):
     """One chart for each kind of runs that has logged a figure."""
     kinds = list(dict.fromkeys(run.kind for run in runs))
     charts = []
@@ -78,7 +78,7 @@ def by_kind(section, title, unit, names, runs) -> list[Chart]:
     return charts
 
 
-def lines(runs, names) -> list[Series]:
+def lines(runs, names):
     """One line for each run and figure. names: {figure of the log: name of the line, or "" for the run's name}."""
     series = []
     for number, run in enumerate(runs):
@@ -93,7 +93,7 @@ def lines(runs, names) -> list[Series]:
     return series
 
 
-def timeline(run) -> Chart:
+def timeline(run):
     """A block for each phase of an iteration, as high as the phase's peak."""
     records = run.records[-SHOWN:]
     phases = [phase for phase in PHASES if logged(records, f"mem_max_alloc_mb_{phase}")]

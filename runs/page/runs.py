@@ -33,7 +33,7 @@ class Run:
         return self.records[-1]["iter"] + 1 >= self.settings["max_iters"]
 
 
-def read_runs(folders) -> list[Run]:
+def read_runs(folders):
     """Raises SnugError if a folder has no log, if a log has no iteration, or if a file is damaged."""
     return [read_run(Path(folder), MOST_BYTES // len(folders)) for folder in folders]
 
@@ -52,12 +52,12 @@ def read_run(folder, most_bytes: int) -> Run:
     return Run(folder, settings, records, samples, every)
 
 
-def logged(records, name) -> list[float]:
+def logged(records, name):
     """The values of a figure, without the iterations that lack it."""
     return [record[name] for record in records if record.get(name) is not None]
 
 
-def options_of(runs) -> list[list[str]]:
+def options_of(runs):
     """Rows of cells, one for each run: what differs in any run from a GRPO run's defaults."""
     defaults, rows = vars(GRPOSettings()), []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
@@ -68,7 +68,7 @@ def options_of(runs) -> list[list[str]]:
     return rows
 
 
-def logged_names(runs, start: str) -> list[str]:
+def logged_names(runs, start: str):
     """The figures whose names begin so."""
     names = dict.fromkeys(name for run in runs for record in run.records for name in record)
     return [name for name in names if name.startswith(start)]

@@ -16,7 +16,7 @@ from runs.page.runs import options_of
 from snug.options import in_one_line, plain
 
 
-def write_page(runs, cells: list[list[str]], verdict: list[str]):
+def write_page(runs, cells, verdict):
     """Write report.html into the first run's folder -> its path. cells: the console's table; verdict: its lines below.
 
     Raises SnugError."""
