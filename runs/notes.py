@@ -36,7 +36,7 @@ def notes(prepared: Prepared) -> list[str]:
     if settings.max_iters and prepared.is_pretrained:
         if rate == usual:
             lines.append(f"learning_rate={rate:g}, the default for pretrained weights")
-        if rate > 10 * usual:
+        if rate > 11 * usual:
             lines.append(f"learning_rate={rate:g}; the default for pretrained weights is {usual:g}")
     return lines
 

@@ -5,6 +5,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,8 +154,14 @@ mem_alloc_mb_rollout mem_alloc_mb_train mem_reserved_mb_rollout mem_reserved_mb_
 
 def test_no_two_uses_draw_with_the_same_key(tmp_path, monkeypatch):
     """Iterations of any seed, 0 too, and evaluations. The first evaluation would ask for the first rollout's numbers."""
-    keys = []
-    monkeypatch.setattr("sample.uniforms", lambda seed, *rest: keys.append(seed) or uniforms(seed, *rest))
+    keys, numbers = [], []
+
+    def drawn(seed, sequences, steps):
+        keys.append(seed)
+        numbers.append({*np.ravel(sequences).tolist()})
+        return uniforms(seed, sequences, steps)
+
+    monkeypatch.setattr("sample.uniforms", drawn)
     model = make_model("gpt2", vocab_size=257, n_vocab=257)
     for seed in (0, 1, 2, 2**31 - 1):
         prepared = prepare(tiny(tmp_path, init_from="", beta=0.0, seed=seed)[1])
@@ -164,6 +171,19 @@ def test_no_two_uses_draw_with_the_same_key(tmp_path, monkeypatch):
     assert keys[3:5] == [2**32, 2**32 + 1]  # as it always was
     evaluations = range(2**32)  # evaluate.py --seed, 0 in a run
     assert len({key % 2**64 for key in keys}) == 12 and not any(key in evaluations for key in keys)
+    grpo.sample_rows(model, prepared, rows, 2**32 - 1, 2)  # a second rollout of the iteration
+    assert keys[-1] == keys[-2] and not numbers[-1] & numbers[-2]
+
+
+def test_nothing_of_a_rollout_outlives_it(tmp_path):
+    """The evaluation begins with as much memory after 256 completions as after 8."""
+    left = []
+    for size in (2, 64):
+        changes = dict(init_from="", beta=0.0, batch_size=size, group_size=4, max_iters=1, eval_prompts=4)
+        _, settings = tiny(tmp_path, **changes)
+        run(dataclasses.replace(settings, out_dir=str(tmp_path / f"of-{size}")))
+        left.append(read_log(tmp_path / f"of-{size}")[-1]["mem_alloc_mb_eval"])
+    assert left[0] == left[1]
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):

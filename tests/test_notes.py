@@ -30,6 +30,7 @@ TEMPLATE, TOOLS, SPELLED, READ, BEGUN, LEFT_OUT, RATE = (
     "10 of 10 prompts end with a message of the assistant: it is left out",
     "learning_rate=1e-06, the default for pretrained weights",
 )
+LARGE = "learning_rate=0.001; the default for pretrained weights is 1e-06"
 
 
 class Game:
@@ -95,14 +96,13 @@ def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):
     run = grpo.train(**options)
     said = capsys.readouterr().out
     assert f"note: {TEMPLATE}" in said
-    with pytest.raises(SystemExit):
-        grpo.train(**options | dict(out_dir=str(tmp_path / "probe"), probe=True))
+    assert not grpo.train(**options | dict(out_dir=str(tmp_path / "probe"), probe=True)).finished
     assert f"  note: {TEMPLATE}\n" in capsys.readouterr().out
     onward = options | dict(init_from=run.folder, out_dir=str(tmp_path / "on"), learning_rate=1e-3)
     again = prepare(GRPOSettings(**onward))  # a run of such a model
     assert notes(again) == [TEMPLATE, RATE] and again.settings.learning_rate == 1e-6
     again = prepare(*make_settings(GRPOSettings, "", onward))  # here the user gave it
-    assert notes(again) == [TEMPLATE] and again.settings.learning_rate == 1e-3
+    assert notes(again) == [TEMPLATE, LARGE] and again.settings.learning_rate == 1e-3
     grpo.train(**options | dict(chat=True, out_dir=str(tmp_path / "chat")))
     said = capsys.readouterr().out
     assert "raise max_new_tokens" in said and "--chat" not in said

@@ -1,5 +1,6 @@
 """Two models with the same luck: p-values, intervals and how often they hold, by other libraries and simulation."""
 
+import dataclasses
 import json
 import math
 import weakref
@@ -12,6 +13,7 @@ import torch
 from scipy.stats import binomtest
 
 import evaluate
+import grpo
 import train_sft
 from data.pairs import MOST, compared, comparison, sign_flip, verdict
 from evaluate import compare
@@ -21,7 +23,7 @@ from helpers.errors import assert_refused
 from helpers.models import make_model
 from runs.evaluation import prepare_pair
 from runs.prepare import prepare
-from settings import EvaluateSettings, SFTSettings
+from settings import EvaluateSettings, GRPOSettings, SFTSettings
 from snug.options import SnugError, read_settings
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import get_tokenizer
@@ -213,6 +215,11 @@ def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
         a, b = prepare_pair(prepare_options, set(), *places)
         assert a.settings.digits == b.settings.digits == 2 and a.longest() == b.longest() == (6, 10)
         assert (a.settings.init_from, b.settings.init_from) == places
+    run32 = GRPOSettings(
+        digits=2, max_new_tokens=32, max_iters=1, init_from=run, batch_size=2, group_size=2, eval_prompts=0
+    )
+    grpo.main(prepare(dataclasses.replace(run32, device="cpu", out_dir=str(tmp_path / "run32"))))
+    assert prepare_pair(prepare_options, set(), model, str(tmp_path / "run32"))[0].settings.max_new_tokens == 32
     for order in (("addition", "countdown"), ("countdown", "addition")):
         a, b = prepare_pair(prepare_options, set(), *(str(tmp_path / name) for name in order))
         assert a.settings.task == b.settings.task == order[1]

@@ -1,6 +1,7 @@
 """What SFT learns: of a conversation each turn of the assistant, as TRL; and its loss on held-out demonstrations."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -116,11 +117,15 @@ def test_a_conversation_is_on_one_side(tmp_path):
     """All its turns; also where an environment makes several problems of one prompt."""
     rows = [dict(messages=conversation(i // 2, *["user", "assistant"] * 3), n=i) for i in range(60)]
     options = dict(task="jsonl", data_file=written(tmp_path, rows), chat=True, eval_prompts=5)
+    rows += [dict(messages=row["messages"][:2], n=100 + row["n"]) for row in rows]  # they begin longer ones
+    options["data_file"] = written(tmp_path, rows)
     for environment, key in ("", lambda row: row["n"] // 2), ("a:B", lambda row: row["n"]):
         settings = SFTSettings(**options, environment=environment), GRPOSettings(**options, environment=environment)
         sft, grpo = (make_task(each, demonstrations=isinstance(each, SFTSettings)) for each in settings)
         sides = [{key(row) for row in sft.rows[split]} for split in ("train", "test")]
-        assert len(sft.rows["train"] + sft.rows["test"]) == 180 and not sides[0] & sides[1]
+        assert len(sft.rows["train"]) > len(grpo.rows["train"]) and not sides[0] & sides[1]
+        prompts = [{json.dumps(row["prompt"]) for row in sft.rows[split]} for split in ("train", "test")]
+        assert environment or not prompts[0] & prompts[1]
         assert sides == [{key(row) for row in grpo.rows[split]} for split in ("train", "test")]
 
 
@@ -135,6 +140,8 @@ def test_a_run_that_learned_what_would_be_held_out_is_refused(tmp_path):
     said = "run has learned rows of data_file=.* that would be held out now; give --test_file"
     with refusal(said):
         prepare(onward)
+    with refusal(said):  # the same file by another name
+        prepare(dataclasses.replace(onward, data_file=f"{tmp_path}/../{tmp_path.name}/data.jsonl"))
     with refusal(said):
         prepare_evaluation(EvaluateSettings(), set(), run.out_dir)
     for allowed in dict(eval_prompts=0), dict(test_file=other):
