@@ -51,8 +51,8 @@ class Countdown(Task):
         last = last or first
         if not (first + last).isdecimal() or not 2 <= int(first or 0) <= int(last) <= 10:
             raise SnugError(
-                f"countdown_numbers={settings.countdown_numbers!r}: write a number from 2 to 10, such as 3, or a range, "
-                "such as 3-4"
+                f"countdown_numbers={settings.countdown_numbers!r}: write a number from 2 to 10, such as 3, or a "
+                "range, such as 3-4"
             )
         self.counts = range(int(first), int(last) + 1)
         self.max_number = settings.countdown_max_number

@@ -47,7 +47,8 @@ class Saver:
     ):
         """say: writes a line. start: iterations done before this run.
 
-        constants: `data` and, for LoRA, `base` of state.json. With several processes rank 0 decides and writes. The others make the same calls.
+        constants: `data` and, for LoRA, `base` of state.json. With several processes rank 0 decides and writes. The
+        others make the same calls.
         """
         self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.model, self.optimizer, self.processes = model, optimizer, processes
