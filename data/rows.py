@@ -115,8 +115,8 @@ class FileTask(Task):
             for row, rank in zip(rows, ranks, strict=True):
                 self.rows["test" if rank in held_out else "train"].append(row)
         held_out, whole = {*map(self.problem, self.rows["test"])}, self.rows["train"]
-        parts = [part for row in whole for part in (row, *self.earlier(row))]
-        self.rows["train"] = [part for part in parts if self.problem(part) not in held_out]
+        earlier = [part for row in whole for part in self.earlier(row)]
+        self.rows["train"] = whole + [part for part in earlier if self.problem(part) not in held_out]
         # A row has None where it lacks a column of others.
         self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later

@@ -131,7 +131,7 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
     summary, samples = evaluated(run.out_dir, tools=[])  # --tools=: the environment stays
     assert summary["settings"]["tools"] == []
     assert all(message["role"] != "tool" for sample in samples for message in sample["messages"])
-    settings = settings_of(tmp_path, environment="", reward_funcs=[], max_iters=1, eval_prompts=0)
+    settings = settings_of(tmp_path, environment="", reward_funcs=[], max_iters=1, eval_prompts=2, eval_interval=0)
     grpo.main(prepare(settings))
     summary, samples = evaluated(settings.out_dir, tools=[])
     assert summary["settings"]["tools"] == [] and "messages" not in samples[0]
