@@ -75,7 +75,9 @@ def test_gpt2_is_tiktokens(gpt2):
 def test_gpt2_without_its_files(monkeypatch, tmp_path, error):
     monkeypatch.setattr("tiktoken.load.read_file", Mock(side_effect=error))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    assert_refused("set TIKTOKEN_CACHE_DIR to a folder that has its two files, or use --tokenizer=bytes", get_tokenizer, "gpt2")
+    assert_refused(
+        "set TIKTOKEN_CACHE_DIR to a folder that has its two files, or use --tokenizer=bytes", get_tokenizer, "gpt2"
+    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.__name__)
