@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 import evaluate
+from data.episodes import Episodes
 from helpers import fake_device as fake
 from helpers.errors import assert_refused
 from runs.prepare import prepare
@@ -89,7 +90,8 @@ def evaluated(mode):
     """What is made of sampled tokens that are on the device, and what an evaluation reads of them."""
     tokens = torch.zeros(2, 4, dtype=torch.long, device="gpu")
     rollouts = assemble([[1], [2, 3]], 1, (5, 7), tokens, torch.zeros(2, 4, device="gpu"), None, None)
-    nothing = SimpleNamespace(rows=[dict(prompt="1+1=", answer="2")] * 2, k=1, columns=dict, figures=dict)
+    nothing = SimpleNamespace(rows=[dict(prompt="1+1=", answer="2")] * 2, k=1, episodes=[], figures=dict)
+    nothing.columns = partial(Episodes.columns, nothing)
     nothing.prompts, nothing.begun, nothing.finish = ["1+1="] * 2, [""] * 2, lambda rollouts: ["2"] * 2
     evaluate.sample_episodes = lambda *arguments, **options: (rollouts, nothing)
     with unset_fake_temporarily():
