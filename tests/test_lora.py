@@ -146,13 +146,18 @@ def test_adapters_whose_weights_changed_broke_or_went_are_refused(sft, tmp_path)
     assert_refused("base/checkpoint-000010 does not have; put them back", load_run, tmp_path / "run")
 
 
+def uneven(completions, **columns):
+    return [sum(map(ord, text)) % 7 for text in completions]
+
+
 def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
     """From another working directory; moved together with the run; and somewhere else, if init_from says where. Another
     model there is refused."""
+    options = [*LORA, f"--reward_funcs={__name__}:uneven"]
     (tmp_path / "a").mkdir()
     shutil.copytree(sft, tmp_path / "a" / "base")
     monkeypatch.chdir(tmp_path / "a")
-    run_grpo("base", Path("run"), *LORA)
+    run_grpo("base", Path("run"), *options)
     monkeypatch.chdir("/")
     load_run(tmp_path / "a" / "run")
     (tmp_path / "a").rename(tmp_path / "b")
@@ -160,13 +165,14 @@ def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
     (tmp_path / "b" / "base").rename(tmp_path / "elsewhere")
     assert_refused("does not have", load_run, tmp_path / "b" / "run")
     run_grpo(sft, tmp_path / "other", "--max_iters=1")
-    again = tmp_path / "b" / "run", *LORA, "--resume=auto", "--max_iters=3"
+    again = tmp_path / "b" / "run", *options, "--resume=auto", "--max_iters=3"
     with pytest.raises(SnugError, match=f"has adapters for the weights in .*, which {tmp_path}/other does not have"):
         run_grpo(tmp_path / "other", *again)
     run_grpo(tmp_path / "elsewhere", *again)
-    run_grpo(sft, tmp_path / "whole", *LORA, "--max_iters=3")
+    run_grpo(sft, tmp_path / "whole", *options, "--max_iters=3")
     resumed, whole = (load_file(newest(run) / "model.safetensors") for run in (again[0], tmp_path / "whole"))
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert any(tensor.any() for name, tensor in whole.items() if "lora_B" in name)  # they have learned
 
 
 def test_other_adapters_are_another_run(sft, tmp_path):
