@@ -171,5 +171,7 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
         raise SnugError(f"{problem}: no module {error.name} in {folder}") from None
     if not callable(getattr(module, name, None)):
         hint = did_you_mean(name, dir(module))
+        if module_name == "__main__":
+            hint = "; a script or a notebook defined it: resume there"
         raise SnugError(f"{problem}: {module_name} has no function or class {name}{hint}")
     return getattr(module, name)

@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from symtable import symtable
 from textwrap import dedent
 
-from data.rows import FileOptions, FileTask
-from data.task import text_of
 from examples.programs import POOL, Program, is_test, judge
+from snug import FileOptions, FileTask, text_of
 from snug.options import SnugError, option
 from snug.sandbox import of_thread
 

@@ -35,7 +35,6 @@ import operator
 import random
 from dataclasses import dataclass
 
-from data.answers import MAX_COMPLETION
 from snug import Task
 from snug.options import SnugError, option
 from snug.sandbox import Sandbox
@@ -44,6 +43,7 @@ SEEDS = 2**32  # numpy requires smaller ones
 SURVEY = 100  # items of each generator that are looked at first
 TIMEOUT = 5.0  # seconds to score an answer; after that it is wrong
 RIGHT = 1 - 1e-9  # a score
+MAX_COMPLETION = 200_000  # characters; longer completions have no answer
 REQUEST = "\nEnd with your final answer inside <answer> </answer>.\n"
 
 

@@ -11,7 +11,14 @@ lora       adapters
 
 from snug import home
 
-PLACES = {"Task": "data.task", "train": "grpo", "train_sft": "train_sft"}
+PLACES = {
+    "Task": "data.task",
+    "text_of": "data.task",
+    "FileTask": "data.rows",
+    "FileOptions": "data.rows",
+    "train": "grpo",
+    "train_sft": "train_sft",
+}
 
 
 def __getattr__(name):

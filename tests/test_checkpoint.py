@@ -116,7 +116,7 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
             break
     out, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
-    assert f"stopped by {number.name} after iteration " in out and "--resume=auto goes on" in out
+    assert f"stopped by {number.name} after iteration " in out and "and saved; --resume=" in out
     assert 4 <= checkpoint.read_state(checkpoint.newest(sft.out_dir))["iteration"] < 150
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
     assert figures(sft.out_dir) == figures(whole.out_dir)
@@ -272,9 +272,9 @@ def test_a_run_goes_on_by_the_name_of_its_folder(tmp_path):
     assert [record["iter"] for record in read_log(sft.out_dir)] == list(range(4))
     changed = "resumed after 2 iterations\n"
     assert changed in (Path(sft.out_dir) / "log.txt").read_text()
-    with refusal(f"{sft.out_dir} is a run of train_sft.py; continue it with python train_sft.py"):
+    with refusal(f"{sft.out_dir} is a run of `python train_sft.py`; continue it with that command"):
         prepare(*read_settings(GRPOSettings, words[:1])[:2])
-    with pytest.raises(SnugError, match="is a run of train_sft.py; continue it with python train_sft.py"):
+    with pytest.raises(SnugError, match="is a run of `python train_sft.py`; continue it with that command"):
         prepare(dataclasses.replace(settings, out_dir=sft.out_dir, init_from="", beta=0.0, resume="auto"))
     for folder in (checkpoint.newest(sft.out_dir), tmp_path / "none"):
         with pytest.raises(SnugError, match=f"resume={folder} has no checkpoint; name a run's folder"):

@@ -212,6 +212,7 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
         "../a-b/snug_test.py:f": "write module:function",
         "snug_test_rewards.py": "write module:function",
         "snug_test_rewards:length": "has no function or class length",
+        "__main__:gone": "a script or a notebook defined it: resume there",
         "snug_test_absent:f": "no module snug_test_absent in",
         "snug_test_rewards.inner:f": "no module snug_test_rewards.inner in",
         **dict.fromkeys(["snug_test_rewards", ":f", ".relative:f", "a:b:c", ""], "write module:function"),

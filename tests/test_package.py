@@ -180,3 +180,9 @@ def test_a_foreign_model_learns_with_the_parts_of_snug(installed, tmp_path):
     assert ran.returncode == 0, ran.stderr
     *peaks, place = ran.stdout.split()
     assert place == str(installed / "snug/__init__.py") and len(peaks) == 10
+
+
+def test_an_example_can_be_copied():
+    """What it imports is snug's, or lies beside it; `data` may be the user's there."""
+    for path in (HOME / "examples").glob("*.py"):
+        assert not re.search(r"^from (data|runs|settings)\b", path.read_text(), re.MULTILINE), path

@@ -200,7 +200,8 @@ def iterations(iterate, training):
             if stopped_by and iteration + 1 < max_iters:
                 saver.save(iteration + 1, training.progress(), last=True)
                 log.say(
-                    f"stopped by {stopped_by} after iteration {iteration}, and saved; --resume=auto goes on"
+                    f"stopped by {stopped_by} after iteration {iteration}, and saved; "
+                    f"--resume={training.settings.out_dir} goes on"
                 )
                 return False
     return True
