@@ -63,10 +63,7 @@ NOT_RUN = {  # what a command begins with: why it does not run here. Its file an
     "python -m runs.export": "a name within a sentence; others have arguments",
     "make ": "installs packages; what it runs afterwards is here",
 }
-GONE = dict.fromkeys(
-    ("python tests/kill_rank.py --kills=20 --seed=1", "python tests/kill.py --kills=200 --seed=12"),
-    "of an old commit, and the text says so",
-)
+GONE = {"python tests/kill.py --kills=200 --seed=12": "of an old commit, and the text says so"}
 
 # The command lines of the texts
 
