@@ -212,7 +212,7 @@ def test_metrics_of_a_teacher_keep_no_graph(name):
 
 
 def test_the_worked_numbers_of_the_page():
-    """docs/algorithm.md, steps 3 to 5, the family, and "Ratios of tokens and of sequences"."""
+    """docs/algorithm.md: step 5, clipping, averages, and "Ratios of tokens and of sequences"."""
     right, points = [1, 0, 0, 1], [10, 0, 10, 0]
     for found, expected, error in (
         (group_advantages([right, [0, 0, 0, 0]]), [0.866, -0.866, -0.866, 0.866], 1e-3),
@@ -220,6 +220,13 @@ def test_the_worked_numbers_of_the_page():
         (group_advantages([[11, 0, 10, 1]]), [0.95, -0.95, 0.78, -0.78], 5e-3),
     ):
         assert found[0].tolist() == pytest.approx(expected, abs=error)
+    logprobs = torch.tensor([1.3, 0.9, 0.7, 0.7]).log().requires_grad_()  # old ones: 0
+    counts = dict(num_tokens=4, num_sequences=4, loss_type="dapo")
+    columns = torch.zeros(4), group_advantages([right])[0], torch.arange(4), torch.ones(4)
+    value, metrics = policy_loss(logprobs, *columns, **counts)
+    value.backward()
+    assert 4 * logprobs.grad.numpy() == pytest.approx([0, 0.779, 0, -0.606], abs=1e-3)
+    assert (value.item(), metrics["clip_fraction"].item()) == (pytest.approx(-0.0433, abs=1e-4), 0.5)
     zeros, advantages = torch.zeros(10), torch.tensor([1.0, -1.0])
     sequence, lengths = torch.tensor([0] * 2 + [1] * 8), torch.tensor([2, 8])
     counts = dict(num_tokens=10, num_sequences=2, max_new_tokens=32)
@@ -264,8 +271,8 @@ def test_a_loss_of_ones_own_that_returns_something_else_is_refused(kind, monkeyp
 
 def test_the_page_has_a_row_for_each_loss():
     """With its divisor: one for each way to average."""
-    table = (HOME / "docs/algorithm.md").read_text().partition("**6.")[0]
-    rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]*) \|", table, re.MULTILINE)
+    page = (HOME / "docs/algorithm.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]*) \|", page, re.MULTILINE)
     divisors = {name: text for name, text in rows if name in LOSSES}
     assert list(divisors) == list(LOSSES)
     pairs = {(LOSSES[name].average, divisors.get(text[4:-1], text)) for name, text in divisors.items()}

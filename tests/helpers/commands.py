@@ -70,6 +70,8 @@ def shrunk(config):
     small = dict(max_iters=1, batch_size=2, eval_prompts=2, eval_interval=1, save_interval=0, device="cpu")
     if script_of(config) == "grpo.py":
         small |= dict(group_size=min(values.get("group_size", 2), 2), max_new_tokens=8)
+    if "train_batch_size" in values:
+        small |= dict(train_batch_size=2)
     if "init_from" not in values and "--init_from" not in command_of(config):
         small |= dict(n_layer=1, n_embd=16, n_head=4)
         small |= {name: value for name, value in dict(n_kv_head=2, n_hidden=32, vocab_size=0).items() if name in values}
