@@ -1,6 +1,6 @@
 """The map of the house: every import goes down, none goes in a circle, and each room keeps to its size.
 
-The README's table has the rooms, the lowest first. An import inside a function counts as any other.
+The table of CONTRIBUTING.md has the rooms, the lowest first. An import inside a function counts as any other.
 """
 
 import ast
@@ -17,7 +17,7 @@ import mutants
 from helpers import HOME
 from helpers.files import our_files, source_files
 
-ROWS = re.findall(r"^\| `([\w/]+?)(?:/|\.py)` \|", (HOME / "README.md").read_text(), re.MULTILINE)
+ROWS = re.findall(r"^\| `([\w/]+?)(?:/|\.py)` \|", (HOME / "CONTRIBUTING.md").read_text(), re.MULTILINE)
 FLOORS = [row.replace("/", ".") for row in ROWS]
 FSTRING_START, FSTRING_END = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
 NO_CODE = {NEWLINE, INDENT, DEDENT, ENCODING, ENDMARKER}
