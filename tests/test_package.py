@@ -11,7 +11,7 @@ from helpers import HOME
 
 ROOMS = ["snug", "config", "data", "examples", "runs", "training"]
 
-# A foreign model and its data, around the README's example; beside it the same ten steps in plain torch.
+# A foreign model and its data, around the example of docs/parts.md; beside it the same ten steps in plain torch.
 PROJECT = """
 import copy
 import torch
@@ -170,9 +170,9 @@ def test_commands_and_train_in_a_users_repository(installed, tmp_path, request):
 
 
 def test_a_foreign_model_learns_with_the_parts_of_snug(installed, tmp_path):
-    """The README's example."""
-    readme = (HOME / "README.md").read_text()
-    example = re.search(r"## Use its parts\n.*?```python\n(.*?)```", readme, re.DOTALL)[1]
+    """The example of docs/parts.md."""
+    text = (HOME / "docs/parts.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     script = tmp_path / "mine.py"
     script.write_text(f"EXAMPLE = {example!r}\n{PROJECT}")
     environment = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}

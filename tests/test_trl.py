@@ -184,10 +184,10 @@ def test_the_functions_of_trl_rewards_work_unchanged():
         load_reward_function("trl.rewards:get_cosine_scaled_reward", {}, ROWS[0])
 
 
-def test_the_readmes_trainer_takes_trls_steps(tmp_path):
+def test_the_pages_trainer_takes_trls_steps(tmp_path):
     """Its lines put head_logprobs into GRPOTrainer: the log of three steps, with old and reference log-probs."""
-    readme = (HOME / "README.md").read_text()
-    exec(re.search(r"```python\n(from snug.logprobs import head_logprobs\n.*?)```", readme, re.DOTALL)[1], globals())
+    text = (HOME / "docs/parts.md").read_text()
+    exec(re.search(r"```python\n(from snug.logprobs import head_logprobs\n.*?)```", text, re.DOTALL)[1], globals())
     model = their_model("qwen2")
     model.resize_token_embeddings(1300)
     model.save_pretrained(tmp_path)
