@@ -1,7 +1,7 @@
-"""Sequences into optimizer steps and packed micro-batches, by token budget, for both loops.
+"""Divide sequences into optimizer steps and packed micro-batches, by token budget, for both loops.
 
-A micro-batch is one row of tokens without padding. A group's prompt is in it once, and its completions behind it: each
-sees the prompt and itself (snug/kernels/segments.py). SFT's groups have one completion each.
+A micro-batch is one row of tokens without padding. It has a group's prompt once, then the group's completions. Each
+completion sees the prompt and itself (snug/kernels/segments.py). SFT's groups have one completion each.
 
 Left out: prompts that share a beginning. Test: pytest tests/test_batch.py
 """
@@ -47,8 +47,8 @@ class MicroBatch:
     sequence: torch.Tensor  # (M,) in [0, S)
     place: torch.Tensor  # (M,) within its completion: 0 is its first token
     lengths: torch.Tensor  # (S,) sampled tokens
-    index: torch.Tensor  # (S,) which of the sequences these are
-    row: torch.Tensor  # (M,) the same of each target's: index[sequence]
+    index: torch.Tensor  # (S,) the number of each completion among all N sequences
+    row: torch.Tensor  # (M,) this number for each target: index[sequence]
     advantages: torch.Tensor | None = None  # (S,)
     sampling_logprobs: torch.Tensor | None = None  # (M,)
     old_logprobs: torch.Tensor | None = None  # (M,)
@@ -58,20 +58,20 @@ class MicroBatch:
     def completion_hidden(self, model):
         """Forward, without the head -> (M, C), the states that predict completion tokens.
 
-        A prompt's last state is there for each of its completions. Their gradients are added in a fixed order, which
-        `index_select` would not do on CUDA.
+        A prompt's last state is repeated for each of its completions. `embedding` adds the gradients of the copies in a
+        fixed order, which `index_select` would not do on CUDA.
         """
         hidden = model(self.tokens, self.positions, mask=self.mask)  # (1, T, C)
         return torch.embedding(hidden[0], self.states)
 
 
 class Cut:
-    """Which sequences go together: optimizer steps of equally many, each cut into micro-batches.
+    """Optimizer steps of equally many sequences, each cut into micro-batches.
 
-    Made once, for every pass over the sequences, on the host's numbers. Sequences i with the same i // group_size have
-    the same prompt. step_indices[i]: the sequences of optimizer step i. steps[i][j]: those of its micro-batch j, groups
-    together. rank_of[i]: which process takes sequence i. places[i]: of its sampled tokens within its completion.
-    longest, largest: tokens in the row of the longest sequence and of the largest micro-batch.
+    Made once for all passes over the sequences, from numbers on the host. Sequences with the same i // group_size have
+    the same prompt. step_indices[i]: the sequences of optimizer step i. steps[i][j]: the sequences of its micro-batch
+    j, groups together. rank_of[i]: the process that takes sequence i. places[i]: where in completion i the sampled
+    tokens are. longest, largest: tokens in the row of the longest sequence and of the largest micro-batch.
 
         a prompt of 4, completions of 3 and 5; a prompt of 2, completions of 9 and 1; one step
         tokens in the row: 4 + 2 + 4 = 10, and 2 + 8 + 0 = 10
@@ -91,7 +91,7 @@ class Cut:
         self.make_micro_batches(max_tokens)
 
     def with_limit(self, max_tokens: int) -> "Cut":
-        """The same sequences and steps, in micro-batches of max_tokens at most, or of one sequence. 0: one a step."""
+        """The same steps in micro-batches of at most max_tokens, or of one sequence. 0: one micro-batch a step."""
         other = copy(self)
         other.make_micro_batches(max_tokens)
         return other
@@ -105,7 +105,7 @@ class Cut:
             self.rank_of |= {i: pack.rank for pack in packs for i in pack.indices}
 
     def pack(self, indices: range, max_tokens: int) -> list["Pack"]:
-        """The largest groups first, each to the process with the fewest tokens, there to the first pack with room."""
+        """The largest group first goes to the process with the fewest tokens, there into the first pack with room."""
         loads, packs = [0] * self.processes.size, []
         share = -(-sum(group.tokens for group in self.split_groups(indices, 0)) // len(loads))
         groups = self.split_groups(indices, min(max_tokens or share, share))
@@ -122,7 +122,7 @@ class Cut:
         return packs
 
     def split_groups(self, indices, max_tokens):
-        """Yield each group as a Pack; in several, with the prompt repeated, where it has more than max_tokens."""
+        """Yield each group as a Pack. A group of more than max_tokens becomes several, each with the prompt."""
         for group in self.groups(indices):
             pack = Pack(self.prompt_lengths[group[0]])
             for i in group:
@@ -145,7 +145,7 @@ class Cut:
 
 
 def places_of(sequences) -> list[np.ndarray]:
-    """Without a mask all tokens of a completion are sampled."""
+    """-> the places of the sampled tokens in each completion; without a mask all places."""
     lengths = sequences.completion_lengths.tolist()
     if getattr(sequences, "mask", None) is None:
         return list(map(np.arange, lengths))
@@ -157,7 +157,7 @@ def places_of(sequences) -> list[np.ndarray]:
 class Pack:
     """A micro-batch in the making, or a group that goes into one."""
 
-    tokens: int  # in its row
+    tokens: int  # in the row
     indices: list[int] = field(default_factory=list)
     rank: int = 0
 
@@ -165,9 +165,9 @@ class Pack:
 def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     """The MicroBatch of the sequences `indices`, groups together. It copies: make one at a time.
 
-    sequences: tokens (N, width) and, where wanted, advantages (N,), sampling_logprobs, old_logprobs, ref_logprobs
-    (N, T_c), teacher_outputs (N, T_c) or (N, T_c, C_T), perhaps on the host. The tables are made on the host, which
-    knows the lengths, and uploaded together.
+    sequences: tokens (N, width) and, if the loss needs them, advantages (N,), sampling_logprobs, old_logprobs,
+    ref_logprobs (N, T_c), teacher_outputs (N, T_c) or (N, T_c, C_T), perhaps on the host. The tables are made on the
+    host, which knows the lengths, and uploaded together.
     """
     tokens, device = sequences.tokens.flatten(), sequences.tokens.device
     groups = cut.groups(indices)
@@ -191,7 +191,7 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
         if (values := getattr(sequences, name, None)) is not None:
             if values.device == device:
                 values = values[micro.row, micro.place]
-            else:  # the host has all three, and so waits for none
+            else:  # values and tables are on the host, so nothing waits for the device
                 values = upload(values[host["row"], host["place"]], device, values.dtype)
             setattr(micro, name, values)
     if (advantages := getattr(sequences, "advantages", None)) is not None:
@@ -200,11 +200,11 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
 
 
 def tables_of(groups, sizes, places, width: int) -> dict:
-    """Groups of sequences, (length of the prompt, those of its completions without their last tokens) -> {name: table}.
+    """sizes: (length of a prompt, lengths of its completions without their last tokens) a group -> {name: table}.
 
-    Beside each table stand the numbers of MicroBatch's example. Its row is made of segments, each prompt and then its
-    completions: a b | x y | z | c | u. A segment copies tokens of one sequence, from one of its places on. sizes may
-    have more prompts behind those of the groups. source and target are places in the flattened tokens (N, width).
+    The comments have the numbers of MicroBatch's example. The row consists of segments, each prompt and then its
+    completions: a b | x y | z | c | u. A segment copies neighbouring tokens of one sequence. sizes may have more
+    prompts behind those of the groups. source and target are places in the flattened tokens (N, width).
     """
     more = groups[0][:1] * (len(sizes) - len(groups))
     copied = np.array([i for group in groups for i in (group[0], *group)] + more)  # 0 0 1 2 2

@@ -6,7 +6,7 @@ With a teacher this is on-policy distillation, alone or beside the rewards.
     python grpo.py config/grpo_small.py --learning_rate=1e-4 --out_dir=out/slower --seed=3
 
 `iterate` is the algorithm, top to bottom. P prompts, k completions of each, N = P * k; M completion tokens of a
-micro-batch, T_c the longest completion. What is large is made and freed inside one of the functions that it calls.
+micro-batch, T_c the longest completion. The functions that it calls make and free the large tensors.
 
 Left out: an inference server, a reward model, a critic.
 """
@@ -68,7 +68,7 @@ def train(config="", *, prompts=None, reward_funcs=None, **options):
 
 @component("rollouts")  # the name in --plan's table
 def iterate(iteration, training, collect=None):
-    """One iteration: a rollout, learned from -> (its line for the log, its samples). What is large ends here.
+    """One iteration: sample a rollout and learn from it -> (its line for the log, its samples).
 
     collect: a planner's stand-in for `collect_groups`.
     """
@@ -78,7 +78,7 @@ def iterate(iteration, training, collect=None):
     scored, metrics = (collect or collect_groups)(iteration, training)
     rollouts = scored.rollouts  # N completions
 
-    # 3. Cut them into optimizer steps, those into micro-batches, which are smaller after an out-of-memory.
+    # 3. Cut them into optimizer steps, and steps into micro-batches, which are smaller after an out-of-memory.
     max_tokens = training.limits.max_tokens_per_micro_batch
     cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, training.processes)
 
@@ -119,8 +119,8 @@ def collect_groups(iteration, training):
     """Sample groups and score them -> (Scored, metrics of all that was sampled).
 
     One rollout of P = batch_size prompts. With max_num_gen_batches (DAPO's dynamic sampling) up to that many rollouts,
-    until P groups have rewards that are not all equal. The first P such groups are kept, in their order; if there are
-    fewer, groups with equal rewards fill up.
+    until P groups have rewards that are not all equal. The first P such groups are kept, in their order. If there are
+    fewer, groups with equal rewards fill the gap.
     """
     settings, parts = training.settings, []
     for number in range(settings.max_num_gen_batches):
@@ -164,7 +164,7 @@ def sample_and_score(iteration, number, training):
 
 
 def sample_rows(model, prepared, rows, iteration, prompts_before=0, max_batch=0):
-    """k completions of each row's prompt -> (Rollouts, Episodes). prompts_before: the iteration's before these."""
+    """k completions of each row's prompt -> (Rollouts, Episodes). prompts_before: how many the iteration had before."""
     settings, k = prepared.settings, prepared.settings.group_size
     return sample_episodes(
         model,
@@ -173,7 +173,7 @@ def sample_rows(model, prepared, rows, iteration, prompts_before=0, max_batch=0)
         k,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
-        # Evaluations and evaluate.py have the keys below 2**32, and no other seed has this one's.
+        # Evaluations and evaluate.py use seeds below 2**32. Runs with different seeds share none.
         seed=(settings.seed or 2**31) * 2**32 + iteration,
         first_row=prompts_before * k,
         max_batch=max_batch,
@@ -190,7 +190,7 @@ def has_variance(rewards):
 
 
 def advantages_of(scored, training):
-    """-> (N,): by GDPO each function's rewards are compared, else their sum. reward_coef: beside a teacher."""
+    """-> (N,). GDPO compares each function's rewards, other recipes their sum. reward_coef weighs them."""
     settings = training.settings
     if settings.multi_objective_aggregation == "normalize_then_sum":
         weights = training.prepared.reward_weights
@@ -236,7 +236,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
     )
     totals = dict(loss=0.0, entropy=0.0, logprob_diff_mean=0.0, logprob_diff_max=0.0, mismatch_kl=0.0)
     if entropies is not None:
-        entropies[cut.step_indices[step]] = 0  # an earlier attempt's, perhaps of other processes
+        entropies[cut.step_indices[step]] = 0  # an attempt that ran out of memory may have written some
     by_head = teacher is not None and settings.divergence != "sampled"
     with borrowed(teacher) if by_head else nullcontext():
         for indices in cut.mine(micro_batches, model):
@@ -267,7 +267,7 @@ def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
     metrics_of_chunks = []
 
     def token_loss(logprobs, chunk, divergence=None):
-        """-> the loss of a chunk, a slice, of the M tokens. The head asks while the chunk's logits exist."""
+        """-> the loss of a chunk, a slice of the M tokens. The head calls this while the chunk's logits exist."""
         by_samples = settings.teacher and teacher is None
         loss, metrics = policy_loss(
             logprobs,

@@ -2,7 +2,7 @@
 
 P prompts, k completions of each; S sequences and M completion tokens of a micro-batch, flat, the stop token included.
 Every mean is a sum over a micro-batch divided by a count of the whole optimizer step, so micro-batches add up to the
-same loss and gradient however the step was cut (but for bnpo, which is defined otherwise). Names are TRL's.
+same loss and gradient however the step was cut (except with bnpo). Names are TRL's.
 
 Left out: models, sampling, anything of size V; critics and rewards of single tokens.
 """
@@ -24,13 +24,13 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4):
     Centred by the group's mean, then divided by a standard deviation + eps, with Bessel's correction as in TRL: the
     group's (scale_rewards "group"), the whole batch's ("batch") or nothing ("none": Dr. GRPO). NaN means "not scored":
     it is left out of every mean and gets advantage 0. A group of one, or of equal rewards, gets 0. float64 stays
-    float64; all else becomes float32.
+    float64; other types become float32.
 
         rewards [1, 0, 0, 1] -> centred [.5, -.5, -.5, .5], std 0.577 -> [.866, -.866, -.866, .866]
     """
     rewards = torch.as_tensor(rewards)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
-    # Rewards 1e8 apart from 0 differ by less than float32 can tell; and the mean of equal float32 rewards is exact.
+    # float32 cannot tell rewards near 1e8 apart. In float64 the mean of equal float32 rewards is exact.
     rewards = rewards.double()
     scored = ~rewards.isnan()
     count = scored.sum(1, keepdim=True)  # (P, 1)
@@ -62,10 +62,10 @@ def decoupled_advantages(by_function, k, weights):
 
 def kl_divergence(logprobs, ref_logprobs):
     """Estimates of KL(policy || reference) from tokens of the policy, (M,) each: r - 1 - log r, Schulman's k3 (2020),
-    with log r = ref_logprob - logprob. Unbiased, never negative; its mean gradient is that of KL(reference || policy).
+    with log r = ref_logprob - logprob. Unbiased, never negative. Its mean gradient is that of KL(reference || policy).
 
-    policy_loss multiplies it by the ratio: this gives it the KL's gradient, also from stale tokens (Tang & Munos 2025,
-    DeepSeek-V3.2). With kl_estimator "k3_no_ratio" it does not (DeepSeekMath).
+    policy_loss multiplies k3 by the ratio, which gives the gradient of KL(policy || reference), also for stale tokens
+    (Tang & Munos 2025, DeepSeek-V3.2). With kl_estimator "k3_no_ratio" it does not (DeepSeekMath).
     """
     log_ratio = ref_logprobs - logprobs
     return torch.expm1(log_ratio) - log_ratio
@@ -88,8 +88,8 @@ def sequence_ratio(log_ratio, sequence, lengths):
     return torch.embedding(ratio[:, None], sequence).squeeze(1)
 
 
-# Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). Each gets all
-# columns and counts of policy_loss by name, and takes what it needs. All are (M,), but lengths (S,).
+# Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). policy_loss passes all its
+# columns and counts by name; **rest takes those that a surrogate ignores. lengths are (S,), other columns (M,).
 
 
 def clipped_surrogate(ratio, advantages, options, **rest):
@@ -115,7 +115,7 @@ def sapo_surrogate(ratio, advantages, options, **rest):
 
 
 def own_surrogate(logprobs, options, **rest):
-    """Your function of loss_type. Raises SnugError if it is no loss for each token."""
+    """The user's function (loss_type). Raises SnugError if it does not return a loss for each token."""
     values = load_loss(options.loss_type, options.out_dir)(logprobs=logprobs, options=options, **rest)
     shape = getattr(values, "shape", None)
     if shape != logprobs.shape or logprobs.requires_grad and not values.requires_grad:
@@ -176,8 +176,8 @@ def policy_loss(
     (M,) from the teacher, over the vocabulary, with a gradient. options: settings.GRPOSettings. num_...: counts of the
     whole optimizer step, known before any forward pass.
 
-    These may be some of the tokens, with the lengths and counts of all, unless options.needs_whole_sequences. Right
-    after a rollout every ratio is 1 and a group's advantages add up to 0: the surrogate is often 0, its gradient not.
+    The columns may have some of the tokens, and lengths and counts of all, unless options.needs_whole_sequences. Right
+    after a rollout every ratio is 1 and a group's advantages add up to 0: the loss is often 0, its gradient is not.
     metrics: `kl`, `divergence`, `clip_fraction`, token means over the step, without gradient; the shares of
     micro-batches add up.
     """

@@ -1,9 +1,9 @@
 """The GPT: blocks, and activation checkpointing by block.
 
-One class covers GPT-2 (layer norm, learned positions, GELU, biases) and what came from Llama (RMS norm, rotary
+One class covers GPT-2 (layer norm, learned positions, GELU, biases) and the families after Llama (RMS norm, rotary
 positions, gated MLPs, grouped-query attention): a `GPTConfig` (snug/shape.py) says what a model has. `forward` returns
 hidden states, never logits: a (B, T, V) tensor would be the largest in GRPO, so callers compute logits only for the
-rows that they need (logprobs/).
+rows that they need (snug/logprobs/).
 
 Left out: dropout (the sampler and the trainer must be the same function), mixture of experts.
 Test: pytest tests/test_model.py
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 def norm_heads(norm, x):
-    """Norm each head of x (B, heads, T, D), or with a norm of heads * D numbers all heads of a token together."""
+    """Normalize each head of x (B, heads, T, D); if the norm has heads * D numbers, all heads of a token together."""
     B, heads, T, D = x.shape
     if norm.weight.shape[0] == D:
         return norm(x)
@@ -118,7 +118,7 @@ class Block(nn.Module):
         self.post_norm_1, self.post_norm_2 = norm_if(config.post_norm), norm_if(config.post_norm)
 
     def forward(self, x, rotary=None, cache=None, mask=None, last=None):
-        """x (B, T, C) -> (B, T, C); with last (B,), row last[b] of sequence b alone: (B, 1, C)."""
+        """x (B, T, C) -> (B, T, C); with last (B,) only row last[b] of sequence b: (B, 1, C)."""
         x = add(self.attention, self.norm_1, self.post_norm_1, x, rotary, cache, mask)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last][:, None]
@@ -129,7 +129,7 @@ def add(half, norm, post_norm, x, *context):
     """-> x + half of a block, with a norm before it, behind it, or both."""
     y = x if norm is None else norm(x)
     if post_norm is None:
-        return half(y, x, *context)  # the product adds
+        return half(y, x, *context)  # its last Linear adds x
     return x + post_norm(half(y, None, *context))
 
 
@@ -174,7 +174,7 @@ class GPT(nn.Module):
         overrides: GPTConfig's keywords. Raises SnugError.
         """
         folder = local_folder(name)
-        places = look_at_weights(folder)  # before there is memory for a model of another size
+        places = look_at_weights(folder)  # refuses wrong tensors before memory is allocated
         model = make_model(read_shape(folder) | overrides, device, dtype, initialise=False)
         read_weights(places, model)
         return model
@@ -233,7 +233,7 @@ class GPT(nn.Module):
     def angles(self, positions, length: int) -> dict:
         """positions (B, T) below length -> {kind of rope: cos, sin (B, 1, T, rotary size)}.
 
-        Tables are made as they are needed. For a block_size of 131,072 they would take 64 MiB."""
+        Tables grow as needed: for a whole block_size of 131,072 they would take 64 MiB."""
         kinds = {*self.ropes} - {""}
         for kind in kinds:
             cos = self.rotary.get(kind, [()])[0]
@@ -244,7 +244,7 @@ class GPT(nn.Module):
         return {kind: [table[positions][:, None] for table in self.rotary[kind]] for kind in kinds}
 
     def run_block(self, block, x, rotary, cache, mask, last):
-        """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention."""
+        """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention's output."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
         if self.checkpoint_blocks == "selective" and isinstance(mask, Segments):
@@ -275,7 +275,7 @@ def make_model(
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        with torch.device(device if initialise else "meta"):  # there nothing is drawn
+        with torch.device(device if initialise else "meta"):  # meta tensors have no data
             model = GPT(config)
         if base_dtype:
             hold_in_nf4(model, device, empty=not initialise)

@@ -3,12 +3,12 @@
     python sample.py out/grpo_small --prompt="6025+3528=" --num_samples=4
 
 A prompt goes through the model once, and its k completions share its keys and values. All groups are decoded in one
-batch; a completion that ends leaves it at once, and one that waits takes its slot (decoding/). Token t of row i is
-drawn with a uniform number that depends on (seed, i, t) alone, so a row does not depend on its neighbours, nor on what
-is guessed of it. In bfloat16 its logits may: other products round otherwise. `generate_naive` is the oracle.
+batch. When a completion ends, a waiting completion takes its slot at once (snug/decoding/). The uniform number that
+draws token t of row i depends on (seed, i, t) only, so a row does not depend on its neighbours. In bfloat16 its logits
+may, because products of other sizes round differently. Tests compare with the slow `generate_naive`.
 
 With `respond` a completion is an episode of several turns: a tool or an environment answers at the end of a turn. The
-answer is written behind the row's own keys and values, and sampling goes on: nothing is read twice.
+model reads the answer behind the row's own keys and values, and sampling goes on. No token is computed twice.
 
 Left out: top-k, top-p (training draws from the whole policy), beams. Test: pytest tests/test_sample.py
 """
@@ -54,13 +54,13 @@ REPLIES = 16  # calls of `respond` at a time
 
 @dataclass
 class Rollouts:
-    """N completions, each behind its prompt. Two of the prompt (a b), one of (c), stop token `.`, 3 tokens at most:
+    """N completions, each behind its prompt. Two completions of (a b), one of (c), stop token `.`, at most 3 tokens:
 
     tokens  a b x y .   prompt_lengths 2   completion_lengths 3   mask 1 1 1   stopped True
             a b z w u                  2                      3        1 1 1   stopped False (cut off)
             c y . 0 0                  1                      2        1 1 0   stopped True
 
-    An episode: the turn (x .), a reply (r s), the turn (y .); prompt (a b), 6 tokens at most:
+    An episode has the prompt (a b), the turn (x .), a reply (r s), the turn (y .), at most 6 tokens:
 
             a b x . r s y .            2                      6        1 1 0 0 1 1   stopped True
     """
@@ -105,7 +105,7 @@ class Rollouts:
 
 
 def sample_episodes(model, prepared, rows, k, max_new_tokens, shorten=False, **options):
-    """k completions of each task row's prompt -> (Rollouts, their Episodes). shorten: where block_size is too small."""
+    """k completions of each task row's prompt -> (Rollouts, their Episodes). shorten: to fit into block_size."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
     with chdir("."), autocast(settings.dtype, model):  # a tool may change the directory
         episodes = Episodes(prepared.toolbox, tokenizer, rows, k, settings.stop_string)
@@ -146,22 +146,22 @@ def sample_groups(
 ) -> Rollouts:
     """`group_size` completions of each prompt, side by side -> N = len(prompts) * group_size rows.
 
-    A completion ends with stop_token (or one of several), or where is_over(its ids) is first true (tokenizer.stopper
-    makes such a function of a string), or at max_new_tokens. temperature: 0 takes the likeliest token.
+    A completion ends with stop_token (or one of several), or when is_over(its ids) is true for the first time
+    (tokenizer.stopper makes such a function for a string), or at max_new_tokens. temperature 0: the likeliest token.
 
-    respond(row, ids of the turn): with it, these ends are those of a turn. It returns the ids to write behind, which
-    may be none, or None: the completion is over. It is called in threads, for several rows at a time. ids, and what
-    is_over gets, begin behind the last reply. A reply that leaves no room for another token is not written: the
-    completion is cut off.
+    respond(row, ids of the turn): with this function only a turn ends there. It returns the ids of the reply, perhaps
+    an empty list, or None if the completion is over. Threads call it for several rows at a time. The ids that respond
+    and is_over get begin behind the last reply. If a reply leaves no room for another token, it is not written, and
+    the completion is cut off.
 
     max_batch: completions decoded at a time (default all), which bounds the KV cache. chunk_mb: MiB that logits take
-    (0: the device's default). first_row: the first row's number, to continue a call. enforce_eager: no CUDA graphs.
+    (0: the device's default). first_row: the number of the first row. enforce_eager: no CUDA graphs.
 
-    Raises ValueError if a prompt is empty, SnugError if one leaves no room for max_new_tokens within block_size.
+    Raises ValueError if a prompt is empty, SnugError if a prompt and max_new_tokens exceed block_size.
     """
     check_prompts(prompts, max_new_tokens, model.config.block_size)
     N = len(prompts) * group_size
-    # Inference mode saves a tenth of a step on a CPU. Autocast would cast the weights in every step in it.
+    # Inference mode saves a tenth of a step on a CPU. But in it autocast would cast the weights in every step.
     casts = torch.is_autocast_enabled(model.device.type)
     no_gradient = torch.no_grad() if casts else torch.inference_mode()
     all_train = all(p.requires_grad for p in model.parameters())
@@ -190,8 +190,8 @@ def sample_groups(
 
 
 def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
-    """tokens, logprobs (N, max_new_tokens) -> Rollouts. The others are DecodeBatch's; without turns a row ends with its
-    first stop token."""
+    """tokens, logprobs (N, max_new_tokens) -> Rollouts. written, turns: a DecodeBatch's. Without turns a row ends with
+    its first stop token."""
     device = tokens.device
     if turns:
         ends = [turns.ends[row] for row in range(len(tokens))]
@@ -199,7 +199,7 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
     else:
         stops = torch.tensor(as_tuple(stop_token), dtype=torch.long, device=device)
         is_stop = torch.isin(tokens, stops)
-        # What follows is zeros, and 0 may be a stop token too.
+        # Behind the end are zeros, and 0 may be a stop token too.
         stopped = is_stop.any(1)
         lengths = torch.where(stopped, is_stop.int().argmax(1) + 1, tokens.shape[1])  # (N,)
     T_c = int(lengths.max())
@@ -217,8 +217,8 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
 
 
 def complete(settings, given, run, functions: Mapping = {}):
-    """Complete settings.prompt or a held-out one -> (prompt or last message, completions). One that was cut off ends
-    with " …". given: names of the options given; the others are the run's. functions: as for runs.prepare."""
+    """Complete settings.prompt or a held-out one -> (prompt or last message, completions). A cut-off completion ends
+    with " …". given: names of the options that are given; others are the run's. functions: as for runs.prepare."""
     ours = dict(max_iters=0, max_prompt_length=0, out_dir=str(run.path))
     merged = merge_options(GRPOSettings, run.settings, settings, given, **ours)
     if settings.prompt:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on a task's demonstrations: GRPO's warm start, and what its memory is compared with.
+"""Supervised fine-tuning on a task's demonstrations: the warm start of GRPO, and the yardstick for GRPO's memory.
 
     python train_sft.py config/sft_small.py
 
@@ -43,7 +43,7 @@ def train(config="", *, prompts=None, **options):
 
 
 def iterate(iteration, training, make_batch=None):
-    """One optimizer step -> (its line for the log, no samples). make_batch: a planner's, for `demonstrations`."""
+    """One optimizer step -> (its line for the log, no samples). make_batch: a planner's `demonstrations`."""
     settings, model = training.settings, training.model
 
     # 1. Demonstrations, cut into micro-batches.
@@ -67,8 +67,8 @@ def iterate(iteration, training, make_batch=None):
 
 
 def demonstrations(iteration, training, split="train", size=0) -> Sequences:
-    """The batch of an iteration, a function of (seed, iteration). size: rows, if not batch_size. The stop token is
-    learned too."""
+    """The batch of an iteration, which depends on (seed, iteration) only. size: number of rows; 0: batch_size. The stop
+    token is a target too."""
     task, tokenizer = training.prepared.task, training.prepared.tokenizer
     P, seed = size or training.settings.batch_size, training.settings.seed
     rows = task.prompts(split, range(iteration * P, (iteration + 1) * P))
@@ -80,7 +80,7 @@ def demonstrations(iteration, training, split="train", size=0) -> Sequences:
 
 @torch.no_grad()
 def held_out_loss(training) -> dict:
-    """The mean over the tokens of held-out demonstrations, read in batches as the training's."""
+    """-> the mean loss of the tokens of held-out demonstrations, in batches as large as those of training."""
     settings = training.settings
     batch = demonstrations(0, training, "test", settings.eval_prompts)
     cut = Cut(batch, settings.batch_size, 0, 1, training.processes)
@@ -106,7 +106,7 @@ def accumulate_gradient(model, batch, cut, settings):
             share, _, entropies = head_loss(
                 hidden, model.lm_head_weight, micro.targets, token_loss, **options
             )
-        if share.requires_grad:  # not when held out
+        if share.requires_grad:  # held_out_loss needs no gradient
             share.backward()
         loss, entropy = loss + share.detach(), entropy + entropies.sum() / num_tokens
     return dict(loss=float(loss), entropy=float(entropy))

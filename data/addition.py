@@ -3,9 +3,9 @@
     prompt      6025+3528=
     completion  13,05,05,09>09553
 
-The completion gives the column sums from the right, each with the carry of the one before, then `>` and the answer
-with one digit more than the numbers have. Adding two digits is easy to learn. Demonstrations may forget carries, and
-GRPO can correct that. Only the text after the last `>` is scored.
+The completion has the column sums from the right, each with the carry of the column before, then `>` and the answer.
+The answer has one digit more than the numbers. Adding two digits is easy to learn. Demonstrations may forget carries,
+and GRPO can correct this habit. Only the text after the last `>` is scored.
 """
 
 from dataclasses import dataclass
@@ -57,5 +57,5 @@ class Addition(Task):
         return self.answer_of(completion) == str(answer)
 
     def longest_bytes(self):
-        """Of 9999+9999= and 19,19,19,19>99999."""
+        """-> bytes of the longest prompt, 9999+9999=, and of the longest demonstration, 19,19,19,19>99999."""
         return 2 * self.settings.digits + 2, 4 * self.settings.digits + 1
