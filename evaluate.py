@@ -1,11 +1,11 @@
 """How well a model answers a task's held-out prompts: pass@k, majority votes, and their confidence intervals.
 
     python evaluate.py out/grpo_small --num_prompts=500
-    python evaluate.py out/X --task=countdown --num_samples=16 --num_prompts=200
+    python evaluate.py out/X --task=addition --num_samples=16 --num_prompts=200
     python evaluate.py out/sft_small out/grpo_small --num_samples=4
 
 The second samples 16 completions of each prompt beside the greedy one, on another task than the run's, and writes them
-to out/X/evaluation-countdown-test.jsonl. The third says whether the second model is better (data/pairs.py), and writes
+to out/X/evaluation-addition-test.jsonl. The third says whether the second model is better (data/pairs.py), and writes
 no file. The loops call `evaluate_run`: the greedy completion and one sampled one. All score as the
 training does, with its reward functions. data/scores.py computes the scores.
 

@@ -138,7 +138,9 @@ def main():
             case = f"{shape_name} {name}".strip()
             if not chosen(case, arguments.only):
                 continue
-            settings = GRPOSettings(**dict(device=DEVICE, eval_prompts=0, task="countdown") | shape | changes)
+            settings = GRPOSettings(
+                **dict(device=DEVICE, eval_prompts=0, task="examples.countdown:Countdown") | shape | changes
+            )
             iteration = "1.5B" in case  # the first one warms up; the second may still record graphs
             with going_on(case, failed):
                 measure(case, settings, 3 if iteration else 2, **(dict(at_most=3) if iteration else {}))

@@ -16,7 +16,12 @@ from snug.memory.plan import GIB, plan
 from training.dry_run import DryRun
 
 BATCH = dict(
-    block_size=2048, task="countdown", group_size=4, max_prompt_length=256, max_new_tokens=1024, eval_prompts=0
+    block_size=2048,
+    task="examples.countdown:Countdown",
+    group_size=4,
+    max_prompt_length=256,
+    max_new_tokens=1024,
+    eval_prompts=0,
 )
 MEMORY = dict(dtype="bfloat16", param_dtype="bfloat16", checkpoint_blocks="block", max_tokens_per_micro_batch=1280)
 MODELS = {  # the shapes of Qwen2.5; tied embeddings up to 1.5B, as published

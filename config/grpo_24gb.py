@@ -7,7 +7,7 @@ The host must have 93 GiB: 79 for float32 masters and moments, 13 for gradients.
 """
 
 out_dir = "out/grpo_24gb"
-task = "countdown"
+task = "examples.countdown:Countdown"
 
 vocab_size = 152064
 n_layer = 28

@@ -2,7 +2,7 @@
 
 out_dir = "out/grpo_countdown"
 init_from = "config/sft_countdown.py"
-task = "countdown"
+task = "examples.countdown:Countdown"
 countdown_numbers = "3"
 countdown_max_number = 9
 countdown_operators = "+-"

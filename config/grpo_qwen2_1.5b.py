@@ -8,7 +8,7 @@ and moments are in bfloat16, rounded stochastically. Random weights and countdow
 """
 
 out_dir = "out/grpo_qwen2_1.5b"
-task = "countdown"
+task = "examples.countdown:Countdown"
 
 vocab_size = 151936
 n_layer = 28

@@ -1,7 +1,7 @@
 """A warm start for countdown with three numbers from 1 to 9, + and -: two in five demonstrations only add them up."""
 
 out_dir = "out/sft_countdown"
-task = "countdown"
+task = "examples.countdown:Countdown"
 countdown_numbers = "3"
 countdown_max_number = 9
 countdown_operators = "+-"

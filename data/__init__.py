@@ -25,7 +25,6 @@ from snug.options import KINDS, OWN, SnugError, did_you_mean, fields, find_path,
 
 TASKS = {  # the module in this folder -> its class
     "addition": "Addition",
-    "countdown": "Countdown",
     "gsm8k": "GSM8K",
     "jsonl": "Jsonl",
 }

@@ -29,16 +29,24 @@ import json
 import operator
 import re
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
+from fractions import Fraction
 
 from data import imported
 from data.calls import OutOfTime, awaited, complete, name_of
-from data.countdown import MAX_CHARS, NODES, value_of
 from snug.options import SnugError, in_one_line, well_formed
 from snug.sandbox import of_thread
 
+MAX_CHARS = 200  # of an expression, bounds the recursion
+NODES = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 OPERATORS = NODES | {ast.UAdd: operator.pos, ast.USub: operator.neg}  # of `calc`
 PYTHON_SECONDS = 5.0  # for the code of one call
 MAX_OUTPUT = 10_000  # characters that the code prints
@@ -64,6 +72,16 @@ def calc(expression: str) -> str:
         raise ValueError(
             f"no expression of numbers and + - * / ( ), up to {MAX_CHARS} characters, or a division by zero"
         ) from None
+
+
+def value_of(node: ast.expr, operators: dict[type, Callable]) -> Fraction:
+    """Raises ValueError for what is neither a number nor one of the operations."""
+    if isinstance(node, ast.Constant):
+        return Fraction(repr(node.value))  # 0.1 is a tenth
+    if type(getattr(node, "op", None)) not in operators:
+        raise ValueError
+    children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    return Fraction(operators[type(node.op)](*(value_of(child, operators) for child in children)))
 
 
 def python(code: str) -> str:

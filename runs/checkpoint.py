@@ -48,6 +48,12 @@ GONE = dict(
     format_reward=0.0,
     soft_punish_cache=0,
 )
+MOVED = dict(  # tasks of older runs
+    countdown="examples.countdown:Countdown",
+    lookup="examples.lookup:Lookup",
+    reasoning_gym="examples.gym:ReasoningGym",
+    code="examples.code:Code",
+)
 
 
 class Checkpoint(NamedTuple):
@@ -121,7 +127,9 @@ def sha256(file) -> str:
 def read_state(path) -> dict:
     """state.json of a checkpoint that `newest` has found."""
     state = json.loads((path / "state.json").read_text())
-    state["settings"].setdefault("assistant_turns", "last")  # of older SFT runs
+    settings = state["settings"]
+    settings["task"] = MOVED.get(settings["task"], settings["task"])
+    settings.setdefault("assistant_turns", "last")  # of older SFT runs
     return state
 
 

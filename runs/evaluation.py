@@ -44,7 +44,7 @@ def prepare_evaluation(
     run = settings_of(found)
     settings = evaluation_settings(options, given, run)
     if not settings.task:
-        raise SnugError(f"{folder} has no task of its own; name one, such as --task=countdown")
+        raise SnugError(f"{folder} has no task of its own; name one, such as --task=addition")
     settings.check_rewards()
     settings.init_from = str(folder)
     settings.out_dir = f"{found.path}/evaluation"  # nothing is written there

@@ -258,6 +258,7 @@ MUTANTS = [
     ("another name of a model is another model", "runs/prepare.py", "was.exists() and was != now", "was.exists()", "test_checkpoint.py"),
     ("options that are gone pass, and the run goes on", "runs/prepare.py", "settings_of(resume, goes_on=True)", "settings_of(resume)", "test_checkpoint.py"),
     ("options that are gone keep a run from evaluations", "runs/checkpoint.py", "if lost and goes_on:", "if lost:", "test_checkpoint.py"),
+    ("old runs of countdown lose their task", "runs/checkpoint.py", "MOVED.get(settings[\"task\"], settings[\"task\"])", "settings[\"task\"]", "test_checkpoint.py"),
     ("episodes: another environment's turns go on", "runs/prepare.py", "{*settings.of_task(), *CALLED}", "{*settings.of_task()}", "test_checkpoint.py"),
     ("a chat model writes 32 tokens", "runs/prepare.py", "min(PRETRAINED_LENGTH, settings.block_size // 2)", "32", "test_models.py"),
     ("two checkpoints are kept, whatever is asked for", "runs/saver.py", "paths[: -self.settings.save_total_limit]", "paths[:-2]", "test_saver.py"),

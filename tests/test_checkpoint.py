@@ -209,6 +209,9 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path, capsys):
     words = [f"--resume={sft.out_dir}"]
     assert_refused("lr_schedule='step' is not one of", prepare, *read_settings(SFTSettings, words)[:2])
     assert prepare(*read_settings(SFTSettings, [*words, "--lr_schedule=linear"])[:2]).settings.lr_schedule == "linear"
+    write_settings(sft.out_dir, task="countdown", countdown_numbers="5")
+    settings = loading.load_run(sft.out_dir).settings
+    assert (settings.task, settings.countdown_numbers) == ("examples.countdown:Countdown", "5")
 
 
 def test_all_files_are_compared_once_and_damaged_ones_are_not_loaded(tmp_path, monkeypatch, capsys):

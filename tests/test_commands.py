@@ -116,7 +116,7 @@ MISSING = {  # what is missing -> how the line ends
     "--init_from=out/grpo_small": f"out/grpo_small: {NO_MODEL}",
     "config/distill_small.py": f"out/grpo_small: {NO_MODEL}",  # its teacher
     "--resume=empty": "resume=empty has no checkpoint; name a run's folder, or a model as --init_from",
-    "--task=countdown --chat --beta=0": "lacks: name a model such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
+    "--task=examples.countdown:Countdown --chat --beta=0": "lacks: name a model such as --init_from=Qwen/Qwen2.5-0.5B-Instruct",
     "config/grpo_gsm8k.py": "; config/grpo_gsm8k.py has the command that downloads it",
     "--task=gsm8k": "; config/grpo_gsm8k.py has the command that downloads it",
 }

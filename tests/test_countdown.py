@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.countdown import ARITHMETIC, evaluate
-from helpers.tasks import task_of
+from examples.countdown import ARITHMETIC, evaluate
+from helpers.tasks import COUNTDOWN, task_of
 
 
 def test_countdown_rows():
-    task = task_of(task="countdown", countdown_numbers="3-5", countdown_max_number=12)
+    task = task_of(task=COUNTDOWN, countdown_numbers="3-5", countdown_max_number=12)
     rows = task.prompts("train", range(500))
     assert {len(row["numbers"]) for row in rows} == {3, 4, 5}
     assert {number for row in rows for number in row["numbers"]} == set(range(1, 13))
@@ -44,7 +44,7 @@ TEXTS += [([12, 3], 15, "1 2+3", 0.0)]
 @pytest.mark.parametrize("numbers, target, completion, reward", TEXTS)
 def test_countdown_reward(numbers, target, completion, reward):
     """Exact, and each number once."""
-    assert task_of(task="countdown").rewards([""], [completion], numbers=[numbers], target=[target]) == [reward]
+    assert task_of(task=COUNTDOWN).rewards([""], [completion], numbers=[numbers], target=[target]) == [reward]
 
 
 # A tree is a number or (operator, tree, tree).

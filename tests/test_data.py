@@ -15,14 +15,14 @@ from helpers import HOME
 from helpers.episodes import Script, says
 from helpers.models import make_chat_model
 from helpers.runs import refused
-from helpers.tasks import needs_package, rewards, task_of
+from helpers.tasks import COUNTDOWN, needs_package, rewards, task_of
 from helpers.tokenizers import HERMES
 from model import GPT
 from runs.prepare import prepare
 from settings import GRPOSettings
 
-FIELD = dict(task="countdown", countdown_max_number=99)
-TASKS = {"addition": {}, "countdown": dict(task="countdown")}
+FIELD = dict(task=COUNTDOWN, countdown_max_number=99)
+TASKS = {"addition": {}, "countdown": dict(task=COUNTDOWN)}
 
 
 # Every task
@@ -120,7 +120,7 @@ def test_exploits_score_nothing_and_do_nothing(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(task="countdown", seed=7)])
+@pytest.mark.parametrize("options", [dict(), dict(digits=1), dict(task=COUNTDOWN, seed=7)])
 def test_train_and_test_never_share_a_problem(options):
     task = task_of(**options)
     train, test = ({task.identity(row) for row in task.prompts(split, range(500))} for split in ("train", "test"))
@@ -148,13 +148,13 @@ def test_rows_depend_on_their_number_and_train_rows_on_the_seed(name):
 def test_rows_are_the_same_for_ever():
     """Evaluations of different versions are compared on these."""
     assert [row["prompt"] for row in task_of().prompts("test", range(2))] == ["5143+6259=", "7389+2910="]
-    rows = task_of(task="countdown").prompts("test", range(2))
+    rows = task_of(task=COUNTDOWN).prompts("test", range(2))
     assert [row["prompt"] for row in rows] == ["17 19 8=10:", "5 8 15 4=63:"]
 
 
-LONGEST = [{}, dict(digits=1), dict(task="countdown"), FIELD]
-LONGEST += [dict(task="countdown", countdown_numbers="3-10", countdown_max_number=50)]
-LONGEST += [dict(task="countdown", countdown_numbers="2", countdown_operators="-/")]
+LONGEST = [{}, dict(digits=1), dict(task=COUNTDOWN), FIELD]
+LONGEST += [dict(task=COUNTDOWN, countdown_numbers="3-10", countdown_max_number=50)]
+LONGEST += [dict(task=COUNTDOWN, countdown_numbers="2", countdown_operators="-/")]
 
 
 @pytest.mark.parametrize("options", LONGEST)

@@ -22,7 +22,7 @@ from helpers.commands import python
 from helpers.errors import assert_refused
 from helpers.models import make_model
 from helpers.runs import disk, hex_run, prepared_by, run_settings
-from helpers.tasks import written
+from helpers.tasks import COUNTDOWN, written
 from model import GPT
 from runs.checkpoint import newest
 from runs.evaluation import evaluation_settings
@@ -265,19 +265,19 @@ def test_a_hugging_face_folder_is_evaluated_on_what_the_command_names(tmp_path, 
             monkeypatch.chdir("model")
         assert str(prepared_by(name, "--task=addition")[2]) == f"out/{place}/evaluation-addition-test.jsonl"
     assert sorted(set((tmp_path / "model").iterdir()) - {tmp_path / "model/out"}) == before
-    assert_refused("model has no task of its own; name one, such as --task=countdown", prepared_by, tmp_path / "model")
+    assert_refused("model has no task of its own; name one, such as --task=addition", prepared_by, tmp_path / "model")
 
 
 def test_what_cannot_be_evaluated_is_refused(run_folder):
     home = run_folder.parent
     written(home, [{"prompt": str(i), "demonstration": "x"} for i in range(50)], "unscored.jsonl")
     for words, message in (
-        ("--task=countdwn", "--task='countdwn' is not one of .*did you mean countdown"),
+        ("--task=additon", "--task='additon' is not one of .*did you mean addition"),
         ("--tokenizer=gpt2", "='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded"),
         (f"--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
         (f"--data_file={home}/unscored.jsonl", "unscored.jsonl has no column answer to score by"),
-        ("--task=countdown --data_file=x", "unknown option --data_file; it is an option of --task=gsm8k or jsonl"),
-        ("--task=countdown --countdown_operators=%", "countdown_operators='%'"),
+        (f"--task={COUNTDOWN} --data_file=x", "unknown option --data_file; it is an option of --task=gsm8k or jsonl"),
+        (f"--task={COUNTDOWN} --countdown_operators=%", "countdown_operators='%'"),
         ("--max_new_tokens=20", "max_new_tokens of up to 20 are more than block_size=16"),
         (f"--samples_file={home}/rows.jsonl/x", "written; name another, or --samples_file=none .(FileExists|NotADir)"),
     ):
@@ -308,8 +308,8 @@ def test_options_come_from_the_command_then_the_run_and_another_task_has_the_def
     assert changed("", run) == changed("--task=", run) == changed("--task=addition", run) == same
     # 4 digits are the default, too.
     assert changed("--digits=4 --max_new_tokens=3", run) == replace(same, digits=4, max_new_tokens=3)
-    other = changed("--task=countdown --countdown_numbers=5", run)
-    wanted = GRPOSettings(task="countdown", countdown_numbers="5", max_new_tokens=0, stop_string="x", max_iters=0)
+    other = changed(f"--task={COUNTDOWN} --countdown_numbers=5", run)
+    wanted = GRPOSettings(task=COUNTDOWN, countdown_numbers="5", max_new_tokens=0, stop_string="x", max_iters=0)
     assert other == wanted
     sft = changed("", SFTSettings(digits=3, batch_size=9, dtype="bfloat16"))
     assert (sft.digits, sft.dtype, sft.max_new_tokens, sft.sequences_per_rollout) == (3, "bfloat16", 0, 9)

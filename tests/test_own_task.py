@@ -11,6 +11,7 @@ import sample
 import train_sft
 from helpers.commands import block_with
 from helpers.errors import assert_refused, refusal
+from helpers.tasks import COUNTDOWN
 from runs.checkpoint import class_of_runs, find_run, newest
 from runs.evaluation import prepare_evaluation
 from runs.prepare import prepare
@@ -109,7 +110,7 @@ def test_a_notebook_names_the_class(work):
 
 def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
     for words in (["--help"], ["--help=all"]):
-        for task, shown in (("my_letters:Letters", "--length INT"), ("countdown", "--countdown_numbers STR")):
+        for task, shown in (("my_letters:Letters", "--length INT"), (COUNTDOWN, "--countdown_numbers STR")):
             with pytest.raises(SystemExit):
                 read_settings(GRPOSettings, [*words, f"--task={task}"])
             out = capsys.readouterr().out

@@ -21,6 +21,7 @@ from helpers import HOME
 from helpers.commands import python
 from helpers.errors import assert_refused
 from helpers.models import make_model
+from helpers.tasks import COUNTDOWN
 from runs.evaluation import prepare_pair
 from runs.prepare import prepare
 from settings import EvaluateSettings, GRPOSettings, SFTSettings
@@ -205,7 +206,7 @@ def test_a_file_of_samples_of_two_models_is_refused(folders):
 
 def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
     """A run beside the model that it began from: its options hold for both, its limit too."""
-    for task, own in (("addition", dict(digits=2)), ("countdown", {})):
+    for task, own in (("addition", dict(digits=2)), (COUNTDOWN, {})):
         options = own | dict(n_layer=1, n_embd=16, n_head=4, block_size=96, max_iters=1, batch_size=2, eval_prompts=0)
         train_sft.main(prepare(SFTSettings(task=task, device="cpu", out_dir=str(tmp_path / task), **options)))
     run, model = str(tmp_path / "addition"), str(folders / "a")
@@ -220,11 +221,11 @@ def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
     )
     grpo.main(prepare(dataclasses.replace(run32, device="cpu", out_dir=str(tmp_path / "run32"))))
     assert prepare_pair(prepare_options, set(), model, str(tmp_path / "run32"))[0].settings.max_new_tokens == 32
-    for order in (("addition", "countdown"), ("countdown", "addition")):
+    for order in (("addition", COUNTDOWN), (COUNTDOWN, "addition")):
         a, b = prepare_pair(prepare_options, set(), *(str(tmp_path / name) for name in order))
         assert a.settings.task == b.settings.task == order[1]
-    a, b = prepare_pair(EvaluateSettings(task="countdown"), {"task"}, run, str(tmp_path / "countdown"))
-    assert a.settings.task == b.settings.task == "countdown"
+    a, b = prepare_pair(EvaluateSettings(task=COUNTDOWN), {"task"}, run, str(tmp_path / COUNTDOWN))
+    assert a.settings.task == b.settings.task == COUNTDOWN
     assert_refused("a has no task of its own", prepare_pair, prepare_options, set(), model, model)
 
 

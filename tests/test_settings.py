@@ -13,6 +13,7 @@ from data import TASKS
 from helpers.errors import assert_refused
 from helpers.files import source_files
 from helpers.runs import refused
+from helpers.tasks import COUNTDOWN
 from runs.fork import ForkSettings
 from runs.prepare import prepare
 from settings import RULES, EvaluateSettings, ExportSettings, GRPOSettings, SampleSettings, SFTSettings
@@ -123,8 +124,6 @@ def test_an_unknown_option_is_answered_with_the_nearest(cls, tmp_path):
 
 def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
     for cls in (SFTSettings, GRPOSettings, EvaluateSettings):
-        said = "; it is an option of --task=countdown"
-        assert refused(read_settings, cls, ["--countdown_numbers=3"]) == f"unknown option --countdown_numbers{said}"
         said = "; it is an option of --task=gsm8k or jsonl"
         assert refused(read_settings, cls, ["--task=addition", "--data_file=3"]) == f"unknown option --data_file{said}"
         path = config(tmp_path, "digits = 1\ntask = 'jsonl'\n")
@@ -132,7 +131,7 @@ def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
             refused(make_settings, cls, path, {})
             == f"unknown option {path}:1: digits; it is an option of --task=addition"
         )
-    text = "countdown_numbers = '3'\ntask = 'countdown'\ncountdown_max_number = 9\n"  # in any order
+    text = "countdown_numbers = '3'\ntask = 'examples.countdown:Countdown'\ncountdown_max_number = 9\n"  # in any order
     settings, names, _ = read_settings(GRPOSettings, [config(tmp_path, text), "--countdown_numbers=4"])
     assert (settings.countdown_numbers, settings.countdown_max_number) == ("4", 9) and len(names) == 3
 
@@ -149,7 +148,7 @@ def test_names_of_trl_are_answered_with_ours(tmp_path):
         path = config(tmp_path, "max_steps = 3\n")
         assert refused(read_config, cls, path) == f"unknown option {path}:1: max_steps; here it is max_iters"
     # What is here not by an option's name: places, and values of options.
-    no_options = "config lookup reasoning_gym code all-linear o_proj down_proj constant_with_warmup".split()
+    no_options = "config countdown lookup reasoning_gym code all-linear o_proj down_proj constant_with_warmup".split()
     known = options.fields(GRPOSettings.with_task("jsonl"))
     of_commands = {name for _, name in EVERY_OPTION}
     for theirs, answer in options.ELSEWHERE.items():
@@ -278,12 +277,12 @@ epsilon_high = None
 reward_funcs = ('a:b', "c:d")
 reward_weights = [1, 0.5]
 seed = 0x10
-task = "countdown"
+task = "examples.countdown:Countdown"
 countdown_operators = '+' '-'
 """
     values = read_config(GRPOSettings, config(tmp_path, text))
     expected = dict(learning_rate=1.0, epsilon_high=None, reward_funcs=["a:b", "c:d"], reward_weights=[1.0, 0.5])
-    assert values == expected | dict(seed=16, task="countdown", countdown_operators="+-")
+    assert values == expected | dict(seed=16, task=COUNTDOWN, countdown_operators="+-")
     assert type(values["learning_rate"]) is type(values["reward_weights"][0]) is float
     assert type(values["reward_funcs"]) is list
     assert read_config(GRPOSettings, config(tmp_path, "")) == {}
@@ -358,9 +357,9 @@ NAMED = [  # words, the option that has to be named, values of {n}: refused wher
     ("--n_embd={n} --n_head=7", "n_head", [15, 64]),
     ("--n_head=6 --n_embd=96 --n_kv_head={n}", "n_kv_head", [4, 7]),
     ("--memory_budget_gb={n}", "memory_budget_gb", ["-1", "much", "nan", "inf", "8GB"]),
-    ("--task=countdown --countdown_numbers={n}", "countdown_numbers", [1, 11, "4-3"]),
-    ("--task=countdown --countdown_operators={n}", "countdown_operators", ["", "%", "+-^", "plus"]),
-    ("--task=countdown --countdown_numbers=2 --countdown_max_number={n}", "countdown", [2]),
+    ("--task=examples.countdown:Countdown --countdown_numbers={n}", "countdown_numbers", [1, 11, "4-3"]),
+    ("--task=examples.countdown:Countdown --countdown_operators={n}", "countdown_operators", ["", "%", "+-^", "plus"]),
+    ("--task=examples.countdown:Countdown --countdown_numbers=2 --countdown_max_number={n}", "countdown", [2]),
     ("--report_to={n}", "report_to", ["mlflow", "wandb,none"]),
     ("--vocab_size={n}", "vocab_size", [1, 256]),
     ("--block_size={n}", "block_size", [2, 24]),
@@ -394,7 +393,7 @@ def test_what_cannot_be_is_refused_by_name(cls, text, name, values):
 
 def test_options_go_to_other_processes():
     """Their class is made while snug runs; processes send each other what they chose."""
-    settings = GRPOSettings(task="countdown", max_iters=7)
+    settings = GRPOSettings(task=COUNTDOWN, max_iters=7)
     sent = pickle.loads(pickle.dumps(settings))
     assert type(sent) is type(settings) and vars(sent) == vars(settings)
 

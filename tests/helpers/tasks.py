@@ -8,6 +8,8 @@ import pytest
 from data import make_task
 from settings import GRPOSettings
 
+COUNTDOWN = "examples.countdown:Countdown"
+
 
 def task_of(**options):
     return make_task(GRPOSettings(**options))

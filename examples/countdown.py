@@ -1,7 +1,11 @@
-"""Countdown: reach a target with all of some numbers, each used once.
+"""The task Countdown: reach a target with all of some numbers, each used once.
 
     prompt      3 5 7=22:
     completion  5*3+7
+
+    python grpo.py config/grpo_countdown.py
+
+The file has what a task of your own may have: options, prompts, demonstrations, a verifier of untrusted completions.
 
 The completion must be the expression alone: 5*3+7=22 is refused. The generator countdown of examples/gym.py asks in
 words, for an answer in tags.
@@ -17,24 +21,22 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from data.task import Task
+from data.tools import MAX_CHARS, NODES, value_of
+from snug import Task
 from snug.options import SnugError, option
 
 MAX_VALUE = 9999  # of a target and of the intermediate values of a solution
-MAX_CHARS = 200  # of an expression, bounds the recursion; a solution with ten numbers of four digits has at most 65
 
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-NODES = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), ARITHMETIC.values(), strict=True))
 
 
 @dataclass
 class CountdownOptions:
-    """task=countdown."""
+    """task=examples.countdown:Countdown."""
 
     countdown_numbers: str = option("3-4", "how many numbers to combine: 3, or from 3 to 4: 3-4")
     countdown_max_number: int = option(20, "largest number to combine", minimum=2, maximum=MAX_VALUE)
@@ -137,16 +139,6 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction | None:
     if not used or "".join(tokens) != text.replace(" ", ""):
         return None  # it has other numbers, or a character that is not in an expression
     try:
-        return value_of(ast.parse(text.strip(" "), mode="eval").body)
+        return value_of(ast.parse(text.strip(" "), mode="eval").body, NODES)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None
-
-
-def value_of(node: ast.expr, operators: dict[type, Callable] = NODES) -> Fraction:
-    """Raises ValueError for what is neither a number nor one of the operations."""
-    if isinstance(node, ast.Constant):
-        return Fraction(repr(node.value))  # 0.1 is a tenth
-    if type(getattr(node, "op", None)) not in operators:
-        raise ValueError
-    children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    return Fraction(operators[type(node.op)](*(value_of(child, operators) for child in children)))
