@@ -36,7 +36,7 @@ class ModelOptions:
     n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
     block_size: int = option(
         64,
-        "tokens of the longest prompt and completion; at most init_from's",
+        "tokens of prompt and completion together; at most init_from's",
         minimum=2,
     )
     norm: str = option("layernorm", "normalization", choices=("layernorm", "rmsnorm"))
@@ -67,18 +67,18 @@ class RunOptions:
     device: str = option("auto", "cpu, cuda:1, mps, ...; auto: cuda, else mps, else cpu")
     dtype: str = option(
         "auto",
-        "of the forward pass; auto: bfloat16 on A100, RTX 30 and newer, or with param_dtype=bfloat16",
+        "dtype of the forward pass; auto: bfloat16 on A100, RTX 30 and newer, or as param_dtype",
         choices=("auto", *DTYPES),
     )
     parallel: str = option(
         "none",
-        "processes of torchrun; ddp: each has the model; fsdp: it is sharded",
+        "with torchrun; ddp: each process has the model; fsdp: a shard of it",
         choices=("none", "ddp", "fsdp"),
     )
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
         "never",
-        "auto: continue the run in out_dir; a folder: this run; its options hold, but for those given",
+        "auto: continue the run in out_dir; a folder: that run. Options given replace its own",
     )
 
 
@@ -90,7 +90,7 @@ class LogOptions:
     save_total_limit: int = option(2, "newest checkpoints to keep, beside the best", minimum=1)
     eval_interval: int = option(
         20,
-        "evaluate first, every N iterations, at the end; 0: only at the end",
+        "evaluate before training, every N iterations and at the end; 0: only at the end",
     )
     eval_prompts: int = option(500, "held-out prompts of an evaluation; 0: none")
     report_to: list[str] = option(
@@ -107,7 +107,7 @@ class TrainOptions:
 
     learning_rate: float = option(
         1e-3,
-        "peak learning rate; pretrained weights: 1e-6, SFT 2e-5, with LoRA ten times as much",
+        "peak rate; default of pretrained weights: 1e-6, SFT 2e-5; with LoRA ten times as much",
     )
     lr_schedule: str = option(
         "constant",
@@ -127,7 +127,7 @@ class TrainOptions:
     )
     base_dtype: str = option(
         "",
-        "LoRA: the blocks' frozen matrices; nf4: QLoRA's 4 bits; empty: param_dtype",
+        "LoRA: type of frozen matrices; nf4: QLoRA's 4 bits; empty: param_dtype",
         choices=("", "nf4"),
     )
 
@@ -141,7 +141,7 @@ class MemoryOptions:
     logits_chunk_mb: float = option(0.0, "MiB of a chunk of logits; 0: by device")
     checkpoint_blocks: str = option(
         "none",
-        "block: keep each block's input alone; selective: attention outputs too",
+        "block: keep only each block's input; selective: attention outputs too",
         choices=("none", "block", "selective"),
     )
     activation_offload: bool = option(False, "keep block inputs on the host until backward")
@@ -152,7 +152,7 @@ class MemoryOptions:
     )
     optimizer_dtype: str = option(
         "float32",
-        "of the moments; bfloat16: rounded stochastically. With param_dtype=bfloat16, float32 adds masters",
+        "dtype of moments; bfloat16: rounded stochastically; float32 with param_dtype=bfloat16: adds masters",
         choices=DTYPES,
     )
     optimizer_device: str = option(
@@ -167,7 +167,7 @@ class MemoryOptions:
     grad_offload: bool = option(False, "accumulate gradients on the host")
     memory_budget_gb: str = option(
         "",
-        "GiB, or auto: what is free; takes the fastest options that keep results and fit",
+        "GiB, or auto: what is free; finds the fastest options that fit and keep results",
     )
     plan: bool = option(False, "print the memory that an iteration needs; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)
@@ -193,7 +193,7 @@ OWN_LOSS = Loss("own", "token")  # the user's function
 
 
 def load_loss(spec: str, run: str):
-    """ "module:function" -> your loss, looked for as a reward function is. Raises SnugError."""
+    """ "module:function" -> your loss, found where reward functions are. Raises SnugError."""
     return imported(spec, "loss_type", "write module:function, such as my_losses:tight", run=run)
 
 
@@ -203,7 +203,7 @@ class LossOptions:
 
     loss_type: str = option(
         "dapo",
-        "docs/algorithm.md has a row for each; module:function: yours",
+        "docs/algorithm.md explains each; module:function: yours",
         choices=(*LOSSES, OWN),
     )
     importance_sampling_level: str = option(
@@ -217,7 +217,7 @@ class LossOptions:
     sapo_temperature_neg: float = option(1.05, "sapo: sharpness of the gate elsewhere", minimum=1e-3)
     importance_sampling_cap: float | None = option(
         None,
-        "weight tokens by p_trainer / p_sampler, at most this; a forward pass more",
+        "weight tokens by p_trainer / p_sampler, at most this; one more forward pass",
         minimum=1,
     )
     mask_truncated_completions: bool = option(False, "do not train on completions that were cut off")
@@ -238,7 +238,7 @@ class LossOptions:
 
 
 ON_DEVICE = dict(reference="device", teacher_device="device", grad_offload=False)
-RULES = [  # (an option, its value, what others need to be). What SFT does not have breaks no rule.
+RULES = [  # (an option, its value, what other options must be). An option that SFT lacks breaks no rule.
     ("dtype", "float32", dict(param_dtype="float32")),
     ("checkpoint_blocks", "none", dict(activation_offload=False)),
     ("multi_objective_aggregation", "normalize_then_sum", dict(scale_rewards="group")),
@@ -270,7 +270,7 @@ class RewardOptions:
     reward_funcs: list[str] = option([], "module:function,...; empty: the task's functions")
     reward_weights: list[float] = option(
         [],
-        "of reward_funcs; empty: 1 each",
+        "weights of reward_funcs; empty: 1 each",
         minimum=-1e9,
         maximum=1e9,
     )
@@ -316,7 +316,7 @@ class AdvantageOptions:
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
-        "add up rewards, or the advantages of each function (GDPO)",
+        "normalize the sum of rewards, or each function's (GDPO)",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
 
@@ -326,9 +326,7 @@ class KLOptions:
     """The reference model, and the KL divergence to it."""
 
     beta: float = option(0.0, "weight of the KL divergence to init_from; 0: no reference")
-    reference: str = option(
-        "device", "of the reference's weights; host: stream them by block", choices=PLACES
-    )
+    reference: str = option("device", "where its weights are; host: streamed by block", choices=PLACES)
     kl_estimator: str = option(
         "k3",
         "the loss multiplies k3 by the ratio; k3_no_ratio is DeepSeekMath's k3",
@@ -355,7 +353,7 @@ class TeacherOptions:
         "weight of the rewards' advantages beside a teacher; 0: the teacher alone",
     )
     teacher_device: str = option(
-        "device", "of the teacher's weights; host: stream them by block", choices=PLACES
+        "device", "where its weights are; host: streamed by block", choices=PLACES
     )
 
 
@@ -437,8 +435,8 @@ class SFTSettings(LoopSettings):
         "all", "which messages of a conversation to learn", choices=("all", "last")
     )
 
-    # What GRPO's options are for SFT: one completion of a prompt, in evaluations, as long as the task's longest answer;
-    # an iteration is a step; there is no second model.
+    # GRPO's options in SFT: evaluations sample one completion of a prompt, as long as the task's longest answer; an
+    # iteration is a step; there is no second model.
     probe: ClassVar[bool] = False
     group_size: ClassVar[int] = 1
     train_batch_size: ClassVar[int] = 0
@@ -469,7 +467,7 @@ class GRPOSettings(
     num_iterations: int = option(1, "how often to train on each rollout", minimum=1)
     probe: bool = option(
         False,
-        "print whether first rollouts teach, and how long the run takes; stop",
+        "say whether the first rollouts teach, and how long the run takes; stop",
     )
 
     def check(self):
@@ -494,7 +492,7 @@ class CompletionOptions:
     )
     max_new_tokens: int = option(0, "tokens of the longest completion; left out: the run's, or 256")
     temperature: float = option(1.0, "divides the logits; 0: the likeliest tokens")
-    device: str = option("auto", "a torch device, as of a run")
+    device: str = option("auto", "cpu, cuda:1, mps, ... or auto")
 
 
 @dataclass
@@ -512,8 +510,8 @@ class SampleSettings(CompletionOptions, EpisodeOptions):
 class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOptions):
     """pass@k and majority votes of a run's newest checkpoint on held-out prompts: options of evaluate.py.
 
-    The run's options of task and reward hold, unless you give others. Another task has the defaults shown here. Of two
-    models the second one's hold, or those of the one that is a run.
+    The run's options of task and reward hold, unless you give others. Another task has the defaults shown here. For two
+    models the options of the second hold, or those of the one that is a run.
     """
 
     usual = """task num_prompts num_samples temperature max_new_tokens reward_funcs
@@ -523,7 +521,7 @@ class EvaluateSettings(CompletionOptions, TaskOptions, EpisodeOptions, RewardOpt
     num_prompts: int = option(500, "held-out prompts, at most all", minimum=1)
     samples_file: str = option(
         "",
-        "all completions; empty: evaluation-<task>-test.jsonl in the run or out/<name>; none: off",
+        "for all completions; empty: evaluation-<task>-test.jsonl in the run or out/<name>; none: off",
     )
     seed: int = option(0, "seed of the sampled completions; 0: as in a run's evaluations")
 

@@ -39,15 +39,15 @@ LONGEST_TOKEN = 32  # characters; encoding 10 MB would take long
 
 @dataclass
 class EpisodeOptions:
-    """How a completion ends, and tools and environments, which the model calls while it samples. They are TRL's, and
-    run in this process.
+    """How a completion ends. Tools and environments, which the model calls while it samples: they are TRL's, and run in
+    this process.
     """
 
     stop_string: str = option("", "text that also ends a completion, such as </answer>")
     tools: list[str] = option([], "functions that the model may call: calc, python, module:function")
-    environment: str = option("", "module:Class with reset, methods as tools, get_reward")
+    environment: str = option("", "module:Class; its public methods are tools")
     max_turns: int = option(0, "turns of the model in a completion; 0: no limit")
-    max_tool_tokens: int = option(256, "cut off results of tools of more tokens", minimum=1)
+    max_tool_tokens: int = option(256, "cut off longer results of tools", minimum=1)
     tool_timeout: float = option(10.0, "seconds of a call; then the model reads an error", minimum=1e-3)
 
 

@@ -25,14 +25,14 @@ ENOUGH = 20  # test rows
 
 @dataclass
 class FileOptions:
-    """Of every task whose rows are in a file."""
+    """Options of every task whose rows are in a file."""
 
     data_file: str = option(
         "",
         'jsonl: JSON lines, {"prompt": ..., "answer": ...}, or .json, .parquet; gsm8k: its train.jsonl',
     )
     test_file: str = option(
-        "", "held-out prompts; empty: one in ten rows of data_file, of a small one more"
+        "", "held-out prompts; empty: a tenth of data_file's rows, more of a small file"
     )
     drop_long_prompts: bool = option(
         False,
