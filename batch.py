@@ -180,6 +180,7 @@ def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
     together = upload(np.concatenate(list(host.values())), device)
     tables = dict(zip(host, together.split(list(map(len, host.values()))), strict=True))
     mask.tables = tables.pop("start"), tables.pop("tiles").view(-1, 5)
+    mask.positions = tables["positions"]
     micro = MicroBatch(
         tokens=tokens[tables.pop("source")][None],
         positions=tables.pop("positions")[None],

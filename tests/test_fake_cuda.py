@@ -31,7 +31,7 @@ def told(request):
     return fake.run_apart(__file__, request, cases())
 
 
-RARELY = [f"train-qwen-{name}" for name in ("selective", "masters", "bfloat16", "teacher", "reference")]
+RARELY = [f"train-qwen-{name}" for name in ("selective", "autocast", "masters", "bfloat16", "teacher", "reference")]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in RARELY)) for name in cases()])
@@ -42,7 +42,7 @@ def test_no_devices_are_mixed_and_the_host_does_not_wait(name, told):
         assert waits == {}  # of a step
     else:
         grown = {function for function, (one, two) in waits.items() if two > one}
-        assert grown <= {"upload"}  # on CUDA from pinned memory, without a wait; the fake device pins nothing
+        assert grown == {"upload"}  # on CUDA from pinned memory, without a wait; the fake device pins nothing
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ from training.optimizer import make_optimizer
 
 GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32)
 QWEN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True)
+GEMMA = dict(QWEN, mlp="geglu", zero_centered_norm=True, post_norm=True, qk_norm=True, embedding_scale=5.5)
+GEMMA |= dict(sliding_window=4, full_every=2, rope_sliding_theta=100.0)
 PROMPT, COMPLETION = 9, 6
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 LADDER = {
@@ -43,6 +45,7 @@ LADDER = {
     "selective": dict(checkpoint_blocks="selective"),
     "activation offload": dict(checkpoint_blocks="block", activation_offload=True),
     "host optimizer": dict(optimizer_device="host", grad_offload=True),
+    "autocast": dict(dtype="bfloat16"),
     "masters": BFLOAT16,
     "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
     "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
@@ -101,6 +104,11 @@ def upload(source, target, non_blocking=False):
     return target
 
 
+def in_bfloat16(product, *tensors, **numbers):
+    with torch.autocast("gpu", enabled=False):
+        return product(*(x if x is None else x.to(torch.bfloat16) for x in tensors), **numbers)
+
+
 LIBRARIES = []  # what is registered lasts as long as they do
 
 
@@ -117,7 +125,13 @@ def register():
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")
     library.impl("empty_strided", lambda size, stride, dtype=None, **_: torch._C._acc.create_empty_tensor(size, dtype))
     library.impl("_copy_from", upload)
-    LIBRARIES.append(library)
+    # autocast: products in bfloat16, all else as it comes
+    others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    others.fallback(torch.library.fallthrough_kernel)
+    casts = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    for name in ("linear", "mm", "addmm"):
+        casts.impl(name, partial(in_bfloat16, getattr(torch.ops.aten, name)))
+    LIBRARIES.extend([library, others, casts])
 
     class Generator(torch.Generator):
         def __new__(cls, device=None):
@@ -141,10 +155,12 @@ def iterate(mode, shape, options, micro_batches):
     """An iteration of GRPO of 8 sequences -> the waits of its training phase."""
     common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=2, group_size=4)
     common["dtype"] = "float32"
-    tokens = 8 // micro_batches * (PROMPT + COMPLETION)
-    settings = GRPOSettings(**common | shape | options, max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
+    tokens = 2 // micro_batches * (PROMPT + 4 * (COMPLETION - 1))  # two groups, or one
+    common |= dict(max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
+    settings = GRPOSettings(**common | options_of(shape) | options)
     with unset_fake_temporarily():
         prepared = prepare(replace(settings, beta=0.0, teacher=""))
+    prepared.shape |= shape
     # A parameter of a fake device cannot move to the host: of such a teacher only the outputs are there.
     prepared.settings = replace(settings, teacher_device="device")
     prepared.teacher = SimpleNamespace(state=dict(model_config=prepared.shape))
@@ -163,6 +179,11 @@ def iterate(mode, shape, options, micro_batches):
     mode.waits.clear()
     grpo.iterate(0, training, collect)
     return mode.waits
+
+
+def options_of(shape):
+    """What a command line can say of it."""
+    return {name: value for name, value in shape.items() if name in QWEN and value != "geglu"}
 
 
 def known(count, value):
@@ -184,9 +205,11 @@ def make_training(prepared, reference=None, teacher=None):
 
 def sft(mode, shape, micro_batches):
     common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=8)
-    settings = SFTSettings(**common | shape, max_tokens_per_micro_batch=8 // micro_batches * (PROMPT + COMPLETION))
+    common["max_tokens_per_micro_batch"] = 8 // micro_batches * (PROMPT + COMPLETION)
+    settings = SFTSettings(**common | options_of(shape))
     with unset_fake_temporarily():
         prepared = prepare(settings)
+    prepared.shape |= shape
     training = make_training(prepared)
 
     def collect(iteration, training):
@@ -225,9 +248,9 @@ def sample(mode, shape, options):
 
 
 def cases_of(train, sft, ladder):
-    """{name: a function of the mode}: GPT-2 plain and sampled, Qwen with all options."""
+    """{name: a function of the mode}: GPT-2 and Gemma plain and sampled, Qwen with all options."""
     found = {}
-    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN).items():
+    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN, gemma=GEMMA).items():
         for name, options in ladder.items() if shape_name == "qwen" else [("plain", {})]:
             found[f"train-{shape_name}-{name}"] = partial(train, shape=shape, options=options)
         for name, options in SAMPLERS.items() if shape_name == "qwen" else [("sampled", {})]:
