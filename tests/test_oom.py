@@ -125,6 +125,7 @@ def test_other_errors_are_not_mistaken_for_it():
         limits.retry("train", fail)
     assert not limits.failures
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
 
 
 def test_a_failed_call_is_gone_before_the_next():

@@ -17,6 +17,7 @@ from runs.prepare import prepare
 from settings import GRPOSettings
 from snug.memory.plan import plan
 from training.dry_run import DryRun
+from training.optimizer import make_optimizer
 from training.parallel import Processes, merged
 
 long = pytest.mark.long
@@ -81,6 +82,19 @@ def test_a_process_of_several_is_planned_by_its_share_of_the_batch():
 def test_metrics_are_added_up_and_maxima_are_not():
     shares = [dict(loss=0.5, difference_max=3.0), dict(loss=0.25, difference_max=4.0, clipped=1.0)]
     assert merged(shares) == dict(loss=0.75, difference_max=4.0, clipped=1.0)
+
+
+def test_bfloat16_gradients_are_added_in_float32(monkeypatch):
+    """1 and four shares of 2^-9: in bfloat16 each sum would be 1. Here piece by piece."""
+    model, processes = make_model(dtype=torch.bfloat16), Processes.__new__(Processes)
+    processes.size = processes.rank = 1
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda total: [total.add_(2**-9) for _ in range(4)])
+    monkeypatch.setattr(processes, "from_all_ranks", lambda work: [work()])
+    monkeypatch.setattr("training.parallel.PIECE", 100)
+    processes.add_up(model, make_optimizer(model, GRPOSettings(param_dtype="bfloat16")), {})
+    assert all((p.grad == 1 + 2**-7).all() for p in model.parameters())
 
 
 def test_an_exchange_that_fails_is_one_line():

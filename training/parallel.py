@@ -31,7 +31,7 @@ from snug.device.processes import ONE_PROCESS, OneProcess
 from snug.lora import trained
 from snug.options import SnugError, in_one_line
 from training.figures import join, moved, score
-from training.optimizer import gradients_of
+from training.optimizer import PIECE, gradients_of
 
 # torchrun ends all processes if one dies. Until then they wait: for a slow reward function, a save, an evaluation.
 PATIENCE = timedelta(days=7)
@@ -97,7 +97,10 @@ class Processes(OneProcess):
             if name not in gradients:  # this process had no micro-batch
                 p.grad = torch.zeros_like(p)
         for gradient in gradients_of(model, optimizer).values():
-            dist.all_reduce(gradient)
+            for piece in gradient.view(-1).split(PIECE):
+                total = piece.to(torch.promote_types(piece.dtype, torch.float32))
+                dist.all_reduce(total)
+                piece.copy_(total)  # rounded once
         return merged(self.from_all_ranks(lambda: totals))
 
 

@@ -16,10 +16,11 @@ from snug.device.streams import settle
 from snug.options import SnugError, first_line
 
 DECODED = {"rollout": "max_rollout_batch", "eval": "max_eval_batch"}  # phase -> its limit
-# Parts of the messages of cuBLAS and hipBLAS, of CUDA's and AMD's driver, of a CPU, and of MPS.
+# Parts of the messages of cuBLAS and hipBLAS, of CUDA's and AMD's driver, of Triton, of a CPU, and of MPS.
 MESSAGES = (
     "BLAS_STATUS_ALLOC_FAILED",
     "error: out of memory",
+    "]: out of memory",
     "can't allocate memory",
     "MPS backend out of memory",
 )
