@@ -60,14 +60,17 @@ AT_ONCE = 64  # completions that are decoded, if a batch of the run had not more
 def sample_held_out(model, prepared, limits, n=1, temperature=1.0, seed=0):
     """This process's held-out prompts -> (greedy samples, n samples of each prompt at this temperature, if not 0).
 
-    About as many completions at a time as in training, because reward_timeout is meant for that many.
+    All are sampled in one call, so that only its end has idle slots. An environment has one completion at a time, and
+    stays: then about as many are sampled together as in training.
     """
     settings, longest = prepared.settings, prepared.longest()[1]
     numbers = range(settings.eval_prompts)[limits.processes.part(settings.eval_prompts)]
     rows = prepared.task.prompts("test", numbers)
 
     def sample(group_size, temperature):
-        samples, size = [], max(1, settings.sequences_per_rollout // group_size)
+        samples, size = [], len(rows) or 1
+        if settings.environment:
+            size = max(1, settings.sequences_per_rollout // group_size)
         for first in range(0, len(rows), size):
             samples += sample_and_score(
                 model,
@@ -101,7 +104,7 @@ def sample_and_score(model, prepared, rows, group_size, **options):
         prompt=prompts,
         completion=list(map(add, episodes.begun, map(prepared.tokenizer.decode, ids))),
         answer=prepared.task.answers_of(completions, stopped),
-        **score(prepared, prompts, completions, columns),
+        **score(prepared, prompts, completions, columns, group_size),
         **episodes.figures(),
         stopped=stopped,
         length=rollouts.completion_lengths.tolist(),
@@ -111,17 +114,26 @@ def sample_and_score(model, prepared, rows, group_size, **options):
     return [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
 
 
-def score(prepared, prompts, completions, columns):
-    """-> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
+def score(prepared, prompts, completions, columns, group_size=1):
+    """About as many completions at a time as in training, because reward_timeout is meant for that many.
+
+    -> {"right": booleans, "reward": totals, "reward/<function>": its rewards, "task_reward": the task's, ...}.
 
     right: has it the total that all functions give at 1? A reward is None if the completion was not scored. task_reward
     and reward/<function> exist only with reward_funcs.
     """
-    scores = prepared.score(prompts, completions, columns)
-    totals = [None if math.isnan(total) else total for total in scores.totals]
-    rewards = {f"reward/{name}": values for name, values in scores.by_function.items()}
+    size, totals, rewards = group_size, [], {}
+    size *= max(1, prepared.settings.sequences_per_rollout // group_size)
+    for first in range(0, len(prompts), size):
+        piece = slice(first, first + size)
+        some = {name: values[piece] for name, values in columns.items()}
+        scores = prepared.score(prompts[piece], completions[piece], some)
+        totals += scores.totals
+        for name, values in scores.by_function.items():
+            rewards.setdefault(f"reward/{name}", []).extend(values)
     least = sum(prepared.reward_weights)
-    right = [total >= least - ROUNDING * abs(least) for total in scores.totals]  # NaN is wrong
+    right = [total >= least - ROUNDING * abs(least) for total in totals]  # NaN is wrong
+    totals = [None if math.isnan(total) else total for total in totals]
     if not prepared.settings.reward_funcs:  # the task or the environment says what is right
         rewards = {}
     elif prepared.task.scored:

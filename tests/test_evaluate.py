@@ -152,11 +152,16 @@ def test_neither_pieces_nor_an_out_of_memory_change_anything(monkeypatch, capsys
     monkeypatch.setattr("sample.sample_groups", small_device)
     most = 5
     summary, samples = run_evaluation(*hex_run(run=run_settings(40)))
-    assert calls == [(13, 1, size) for size in (64, 20, 10, 5)] + [(6, 6, 5), (6, 6, 5), (1, 6, 5)]
+    assert calls == [(13, 1, size) for size in (64, 20, 10, 5)] + [(13, 6, 5)]
     for ours, theirs in zip(samples, wanted[1], strict=True):
         assert ours == theirs | {"logprob": pytest.approx(theirs["logprob"], abs=1e-4)}
     assert summary == wanted[0]
     assert "Tried to allocate 1 GiB; going on with max_eval_batch=5" in capsys.readouterr().err
+    model, prepared, options = hex_run(run=run_settings(40))
+    prepared.settings.environment, most = "one a completion", 64
+    for ours, theirs in zip(run_evaluation(model, prepared, options)[1], samples, strict=True):
+        assert ours == theirs | {"logprob": pytest.approx(theirs["logprob"], abs=1e-4)}
+    assert calls[5:] == [(13, 1, 64), (6, 6, 64), (6, 6, 64), (1, 6, 64)]
     most = 0
     said = r"decoding one completion at a time: CUDA out of memory.*; try a lower --max_new_tokens"
     assert_refused(said, run_evaluation, *hex_run())
