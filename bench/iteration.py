@@ -31,6 +31,8 @@ import os
 import random
 import shlex
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -47,11 +49,9 @@ from common import (
     begin,
     chosen,
     clocked,
-    in_a_process,
     largest_difference,
     median_result,
     parser,
-    ratio_result,
     synchronize,
 )
 
@@ -330,9 +330,13 @@ def arm(arguments):
 
 
 def measured(arm, words, seed, sequences, snug):
-    """-> the figures of a contender, from a process of its own."""
+    """-> the figures of a contender, from a process of its own. SystemExit if it fails."""
     options = [f"--words={json.dumps(words)}", f"--seed={seed}", f"--sequences={sequences}", f"--snug={snug}"]
-    return in_a_process(__file__, f"--arm={arm}", *options)
+    command = [sys.executable, __file__, f"--arm={arm}", *options]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=HOME)
+    if run.returncode:
+        raise SystemExit(f"{arm}: {run.stderr[-2000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def measure(name, case, arms, arguments):
@@ -375,7 +379,8 @@ def tell(name, rounds):
         if all(matters(key, line) for line in ours):
             above, below = ("snug", "TRL") if key == "peak_mib" else ("TRL", "snug")
             aim = AIMS.get((name, key), {})
-            ratio_result(f"{name}: {above}'s {key} / {below}'s", pair[above], pair[below], **aim)
+            ratios = [a / b for a, b in zip(pair[above], pair[below], strict=True)]
+            median_result(f"{name}: {above}'s {key} / {below}'s", ratios, "x", **aim)
 
 
 def matters(key, line):

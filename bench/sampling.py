@@ -1,11 +1,10 @@
 """Sampling beside Hugging Face `generate`: the same random weights and prompts, lengths from the same distribution.
 
-    python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5] [--coder=FOLDER]
+    python bench/sampling.py [--shapes=cuda|cpu|tiny] [--only=WORD] [--rounds=5]
 
 A model's stop token has a constant probability at each token, so lengths are geometric; or it has none, and all lengths
 are equal. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is installed (`make
-models/smollm2-135m-instruct`); "coder" cases are --coder with those of config/grpo_code.py, for example a clone of
-Qwen/Qwen2.5-Coder-0.5B-Instruct. The contenders take turns, call by call; a figure is the median of the pairs so far, with
+models/smollm2-135m-instruct`). The contenders take turns, call by call; a figure is the median of the pairs so far, with
 the smallest and the largest. On CUDA eager steps and generate are slow and take part in the first pair only. tokens/s
 counts sampled tokens, stop tokens included.
 
@@ -60,11 +59,6 @@ CASES = {
         "2 x 64, uniform": (SMALL | dict(n_layer=2, n_embd=64), 64, 96, 1, 0, 64, "float32"),
         "smollm2, 8 x 4, 64 tokens": (None, 8, 0, 4, 1, 64, "float32"),
         "smollm2, 16 x 8, 16 tokens": (None, 16, 0, 8, 1, 16, "float32"),
-        "smollm2, 1 x 4, 64 tokens": (None, 1, 0, 4, 1, 64, "float32"),
-        "coder, 1 x 1, 192 tokens": (None, 1, 0, 1, 1, 192, "bfloat16"),
-        "coder, 1 x 4, 192 tokens": (None, 1, 0, 4, 1, 192, "bfloat16"),
-        "coder, 1 x 8, 192 tokens": (None, 1, 0, 8, 1, 192, "bfloat16"),
-        "coder, 4 x 8, 192 tokens": (None, 4, 0, 8, 1, 192, "bfloat16"),
     },
     "cuda": {  # the most wanted first
         "qwen 1.5B, batch 64": (QWEN_1B, 4, 256, 16, 0, 256, "bfloat16"),
@@ -77,18 +71,19 @@ CASES = {
         "gpt2, geometric": (SMALL | dict(n_layer=2, n_embd=32), 2, 8, 2, 4, 12, "float32"),
     },
 }
+LOOK = "the kernel table of bench/gpu.py --only=decode"
 # of "times as fast as generate"; others: 10
 AIMS = {"2 x 64, geometric": 8, "4 x 256, geometric": 20, "2 x 64, uniform": 2}
 AIMS |= {"smollm2, 8 x 4, 64 tokens": 3, "smollm2, 16 x 8, 16 tokens": 4}
 
 
-def real_models(config, folder, dtype):
+def real_models(dtype):
     """-> (our model, the peer or None, stop tokens, 16 prompts as ids)."""
-    words = [str(HOME / f"config/{config}.py"), f"--init_from={folder}", f"--dtype={dtype}", f"--param_dtype={dtype}"]
+    words = [str(HOME / "config/grpo_real.py"), f"--init_from={REAL}", f"--dtype={dtype}"]
     prepared, peer = prepare(*read_settings(GRPOSettings, words)[:2]), None
     task, run = prepared.task, load_run(prepared.origin, DEVICE)
     if find_spec("transformers"):
-        peer = transformers_model(folder, dtype).eval()
+        peer = transformers_model(REAL, dtype).eval()
     ids = [run.tokenizer.encode_prompt(row["prompt"]) for row in task.prompts("train", range(16))]
     return run.model, peer, run.tokenizer.stop_tokens, ids
 
@@ -179,14 +174,13 @@ def floor_seconds(model, prompts, k, lengths, longest, per_second):
     return total / per_second
 
 
-def measure(name, case, rounds, per_second, coder):
+def measure(name, case, rounds, per_second):
     shape, P, T, k, mean, longest, dtype = case
     if shape:
         model, peer, stop = make_models(name, shape, mean, dtype)
         prompts = torch.randint(shape["vocab_size"] - 1, (P, T)).tolist()
     else:
-        real = ("grpo_code", coder) if name.startswith("coder") else ("grpo_real", REAL)
-        model, peer, stop, prompts = real_models(*real, dtype)
+        model, peer, stop, prompts = real_models(dtype)
         prompts = prompts[:P]
     contenders = {"snug": lambda seed, most: ours(model, prompts, k, most, stop, seed)}
     if not mean:
@@ -195,7 +189,10 @@ def measure(name, case, rounds, per_second, coder):
         contenders["eager"] = lambda seed, most: ours(model, prompts, k, most, stop, seed, enforce_eager=True)
     if peer is not None:
         contenders["generate"] = lambda seed, most: theirs(peer, prompts, k, most, stop, seed)
-    figures, floor_aim = {}, {} if name in AIMS else dict(at_least=60)  # what -> one a round; on a CPU no aim
+    figures, floor_aim = (
+        {},
+        {} if name in AIMS else dict(at_least=60, look=LOOK),
+    )  # what -> one a round; on a CPU no aim
 
     def tell(what, value, unit="", **aim):
         values = figures.setdefault(what, [])
@@ -213,7 +210,7 @@ def measure(name, case, rounds, per_second, coder):
                 if seed < 0:
                     continue
                 if who != "half":
-                    aim = dict(at_least=100_000) if (who, name) == ("snug", "gpt2, batch 64") else {}
+                    aim = dict(at_least=100_000, look=LOOK) if (who, name) == ("snug", "gpt2, batch 64") else {}
                     tell(who, speed[who], "tokens/s", **aim)
                 if who == "snug":
                     floor = floor_seconds(model, prompts, k, lengths, longest, per_second)
@@ -224,7 +221,7 @@ def measure(name, case, rounds, per_second, coder):
                     tell("decode step", 1000 * step, "ms")
                     tell("floor, decode step", 100 * floor / step / (longest - longest // 2), "%", **floor_aim)
                 else:
-                    aim = dict(at_least=AIMS.get(name, 10)) if who == "generate" else {}
+                    aim = dict(at_least=AIMS.get(name, 10), look=LOOK) if who == "generate" else {}
                     tell(f"times as fast as {who}", speed["snug"] / speed[who], "x", **aim)
 
 
@@ -234,14 +231,11 @@ def main(arguments):
     result("a copy's bandwidth", per_second / 1e9, "GB/s")
     failed = []
     for name, case in CASES[arguments.shapes].items():
-        there = arguments.coder if name.startswith("coder") else case[0] or REAL.exists()
-        if there and chosen(name, arguments.only):
+        if (case[0] or REAL.exists()) and chosen(name, arguments.only):
             with going_on(name, failed):
-                measure(name, case, arguments.rounds, per_second, arguments.coder)
+                measure(name, case, arguments.rounds, per_second)
     end(failed)
 
 
 if __name__ == "__main__":
-    options = parser("Sampling: tokens a second, beside Hugging Face generate.", rounds=5)
-    options.add_argument("--coder", help="a folder with a model that writes Python, for the cases named coder")
-    main(options.parse_args())
+    main(parser("Sampling: tokens a second, beside Hugging Face generate.", rounds=5).parse_args())
