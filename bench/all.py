@@ -1,18 +1,23 @@
-"""All measurements of a device in one command of at most ten minutes. Contenders and peers take turns.
+"""What a device does, in one command: on a GPU the main job, the tests that need one, then speed and memory.
 
     make bench            or, in the virtual environment, python bench/all.py --device=cpu [--only=head,memory]
-    make bench-gpu        the same on a GPU, after the tests that need one: python3 bench/all.py --device=cuda
-                          Neither installs anything, so they run on a machine without a network.
-    python bench/all.py --dry-run        the benches of a GPU with tiny shapes, on a CPU too; tests are only collected
+    make bench-gpu        or python3 bench/all.py --device=cuda: eight minutes; then, with time left, the other steps:
+    python3 bench/all.py --device=cuda --only=cards,logprobs,memory,sampling
+    python bench/all.py --dry-run        all steps of a GPU with tiny shapes, on a CPU too; tests are only collected
+
+Nothing is installed: it runs on a machine without a network, with torch, Triton, transformers and pytest. On one that is
+lent for a quarter of an hour: OUT comes back; a folder out/sft_small that is carried there saves the main job its SFT.
+
+    nvidia-smi; python3 bench/all.py --device=cuda --seconds=480 --folder=$OUT/gpu
 
 The steps run one after the other, the most valuable first, each in a process group of its own, which is killed at the
-step's limit or on Ctrl-C. On a GPU "learning" takes ten minutes alone: it runs with --only=learning.
+step's limit or on Ctrl-C. AFTER says which run with --only alone.
 bench/results/<device>.json gets device, versions, commit and, after each step, its results and the GPU's clocks,
 temperature and power. With --only, steps that ran before at the same commit with the same versions stay.
 bench/results/<device>/ gets log.txt (what the steps print) and results.jsonl (a line for each result, as soon as it is
-known). A table of the aims comes last. Peers that are not installed (TRL, Liger, cut-cross-entropy) are left out, and
-the results say so: their version is null. Exit code 1 if a step failed or was stopped, 2 without the device, 130 after
-Ctrl-C.
+known). A table comes last: each figure, its aim, its share of it, and where to look first if it misses it.
+Peers that are not installed (TRL, Liger, cut-cross-entropy) are left out, and the results say so: their version is null.
+Exit code 1 if a step failed or was stopped, 2 without the device, 130 after Ctrl-C.
 """
 
 import argparse
@@ -38,8 +43,8 @@ PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-c
 # Of a GPU's kernels, graphs and copies first, then what stands on them.
 TESTS = "flash kernels layer_kernels adamw_kernel kvcache draw replay graphs teacher logprobs sample".split()
 TESTS += "model packed batch episodes nf4 lora grpo optimizer streams loss collect ladder memory".split()
-RESUME = "tests/test_checkpoint.py::test_a_run_cut_anywhere_resumes_bit_for_bit"
-LEARNING = "learning"  # takes all of the time: runs only with --only=learning, and in dry runs
+TESTS += "checkpoint evaluate guard oom sft models agents probe fork adapters pretrained device saver log".split()
+AFTER = "cards sampling logprobs memory sanitizer phases learning".split()  # with --only, and in dry runs
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"
 
 
@@ -62,7 +67,7 @@ def cpu_steps():
 def cuda_steps(dry_run, scratch):
     tests = [f"tests/test_{name}.py" for name in TESTS]
     pytest = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *tests]
-    pytest += [RESUME, "-k", "not compiled and not interpreter"]  # those need no GPU
+    pytest += ["-k", "not compiled and not interpreter"]  # those need no GPU
     pytest += ["--continue-on-collection-errors"]  # a file may need a package that is not there
     pytest += (
         ["--collect-only"] if dry_run else ["-n", str(min(8, os.cpu_count()))] if installed("pytest-xdist") else []
@@ -71,7 +76,7 @@ def cuda_steps(dry_run, scratch):
     learning += ["--seconds=500"]
     shapes = [f"--shapes={'tiny' if dry_run else 'cuda'}"]
     sanitizer = {} if dry_run and common.DEVICE == "cpu" else {"TORCH_CUDA_SANITIZER": "1"}
-    steps = [  # the first seven take 480 s at most
+    steps = [  # those before AFTER take 480 s at most
         ("main", ["bench/job.py", *shapes], 110, {}),
         ("tests", pytest, 130, {}),
         ("iteration", ["bench/memory.py", "--only=1.5B", *shapes], 60, {}),
@@ -79,12 +84,13 @@ def cuda_steps(dry_run, scratch):
         ("nf4", ["bench/gpu.py", "--only=nf4,nf4_decode", *shapes], 45, {}),
         ("train", ["bench/gpu.py", "--only=attention,ceilings,train,optimizer,mismatch", *shapes], 65, {}),
         ("visit", ["bench/logprobs.py", "--only=loss", *shapes], 25, {}),
+        ("cards", ["bench/memory.py", "--only=GB card", *shapes], 150, {}),
         ("sampling", ["bench/sampling.py", "--rounds=2", *shapes], 130, {}),
         ("logprobs", ["bench/logprobs.py", *shapes], 120, {}),
         ("memory", ["bench/memory.py", "--only=tiny,GPT-2,0.5B", *shapes], 90, {}),
         ("sanitizer", ["bench/memory.py", "--shapes=tiny", f"--only={HOST_OPTIONS}"], 45, sanitizer),
         ("phases", ["bench/iteration.py", "--rounds=1", "--only=GPT-2,uniform", *shapes], 80, {}),
-        (LEARNING, [*learning, *shapes], 590, {}),
+        ("learning", [*learning, *shapes], 590, {}),
     ]
     return [(name, words, math.inf if dry_run else limit, extra) for name, words, limit, extra in steps]
 
@@ -113,7 +119,6 @@ def run_steps(steps, summary, folder, seconds):
     """Run the steps, within `seconds` for all of them, and write the summary after each."""
     end, log, results = time.monotonic() + seconds, folder / "log.txt", folder / "results.jsonl"
     environment = {"BENCH_RESULTS": str(results), "PYTHONUNBUFFERED": "1"}
-    environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as runs have it; benches import torch earlier
     environment |= {"OMP_NUM_THREADS": "1"} if summary["shapes"] == "tiny" and common.DEVICE == "cpu" else {}
     for name, words, limit, extra in steps:
         started = time.monotonic()
@@ -164,12 +169,14 @@ def steps_before(summary, folder):
 
 
 def print_table(summary):
+    """Steps with their state, and their figures, those with an aim alone if there are any: ok, or where to look first."""
     for name, step in summary["steps"].items():
-        aims = [row for row in step["results"] if "aim" in row]
-        print(f"{name:10} {step['state']:20} {step['seconds']:6.1f} s  {'' if aims else step['last'][:80]}")
-        rows = aims or step["results"]
-        for row in rows:
-            print(f"    {common.in_words(row)} {'' if row.get('reached', True) else '  MISSED'}")
+        rows = [row for row in step["results"] if "reached" in row]
+        last = "" if rows and step["state"] == "ok" else step["last"][:80]
+        print(f"{name:10} {step['state']:20} {step['seconds']:6.1f} s  {last}")
+        for row in rows or step["results"]:
+            verdict = {True: "ok", False: f"LOOK: {row.get('look', 'log.txt')}"}.get(row.get("reached"), "")
+            print(f"{name:10} {common.in_words(row)}  {verdict}")
 
 
 def cpu_name():
@@ -218,7 +225,7 @@ def main(words, make_steps=make_steps):
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         steps = make_steps(arguments.device, arguments.dry_run, scratch)
-        all_steps = [step[0] for step in steps if step[0] != LEARNING or arguments.dry_run]
+        all_steps = [step[0] for step in steps if step[0] not in AFTER or arguments.dry_run]
         only = arguments.only.split(",") if arguments.only else all_steps
         if unknown := set(only) - {step[0] for step in steps}:
             sys.exit(f"error: no step is called {', '.join(unknown)}; there are {', '.join(step[0] for step in steps)}")

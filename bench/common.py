@@ -21,6 +21,7 @@ sys.path.insert(0, str(HOME))
 
 import torch  # noqa: E402
 
+import runs  # noqa: E402, F401  the environment of a run: torch's allocator, oneDNN's cache
 from snug.device.pick import pick_device  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,31 +65,29 @@ def begin(arguments):
 
 
 def result(name, value, unit="", at_least=None, at_most=None, **details):
-    """One result. at_least or at_most: the aim, if there is one. details: numbers and texts; None is left out."""
-    row = dict(name=name, value=value, unit=unit)
-    if at_least is not None or at_most is not None:
-        row |= dict(aim=f"at least {at_least}" if at_most is None else f"at most {at_most}")
-        row |= dict(reached=value >= at_least if at_most is None else value <= at_most)
+    """One result. details: numbers and texts; None is left out.
+
+    at_least or at_most: the aim, if there is one, with `look`: where to look first if the value misses it.
+    """
+    row, aim = dict(name=name, value=value, unit=unit), at_least if at_most is None else at_most
+    if aim is not None:
+        row |= dict(aim=f"at least {aim}" if at_most is None else f"at most {aim}")
+        row |= dict(reached=value >= aim if at_most is None else value <= aim)
+        row |= {"of aim": f"{100 * value / aim:.0f} %"} if aim else {}
     row |= {key: detail for key, detail in details.items() if detail is not None}
-    print(in_words(row, row.keys() - {"name", "value", "unit", "reached"}), flush=True)
+    print(in_words(row, row.keys() - {"name", "value", "unit", "reached", "look"}), flush=True)
     if path := os.environ.get("BENCH_RESULTS"):
         with open(path, "a") as file:
             file.write(json.dumps(dict(step=os.environ.get("BENCH_STEP")) | row) + "\n")
 
 
 def median_result(name, values, unit="", **details):
-    """The median of several measurements, with the smallest and the largest -> [median, smallest, largest]."""
+    """The median of several measurements, with the smallest and the largest."""
     middle, low, high = (round(f(values), 4) for f in (statistics.median, min, max))
     result(name, middle, unit, low=low, high=high, **details)
-    return [middle, low, high]
 
 
-def ratio_result(name, above, below, **details):
-    """The ratios of pairs -> as median_result."""
-    return median_result(name, [a / b for a, b in zip(above, below, strict=True)], "x", **details)
-
-
-def in_words(row, keys=("aim",)):
+def in_words(row, keys=("aim", "of aim")):
     """The row as a line of a table. keys: the entries to append."""
     value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
     shown = {key: f"{row[key]:.4g}" if isinstance(row[key], float) else row[key] for key in row if key in keys}
@@ -102,7 +101,7 @@ def going_on(case, failed):
         yield
     except Exception as error:
         traceback.print_exc()
-        result(f"{case}: failed", type(error).__name__, error=str(error).splitlines()[:1])
+        result(f"{case}: failed", type(error).__name__, reached=False, look=str(error).splitlines()[:1])
         failed.append(case)
 
 
@@ -132,14 +131,6 @@ def clocked(call):
     returned = call()
     synchronize()
     return returned, time.perf_counter() - started
-
-
-def in_a_process(*words, python=sys.executable):
-    """Run a script in a process -> the JSON on its last line. Raises SystemExit if it fails."""
-    run = subprocess.run([python, *words], capture_output=True, text=True, cwd=HOME)
-    if run.returncode:
-        raise SystemExit(f"{' '.join(words)}: {run.stderr[-2000:]}")
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 @torch.no_grad()

@@ -39,10 +39,16 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         records = run(f"{scratch}/job", *small)
         first, last = records[0], records[-1]
+        warning = json.loads(Path(f"{scratch}/job/settings.json").read_text()).get("kernels_warning")
+        result("plain torch in place of a kernel", int(bool(warning)), at_most=0, look=warning)
         if "pass_at_1" in last:
-            result("pass@1", last["pass_at_1"], "", before=first.get("before/pass_at_1"))
+            result(
+                "pass@1", last["pass_at_1"], before=first.get("before/pass_at_1"), at_least=0.95,
+                look="the same with --dtype=float32, then with --kernels=torch",
+            )  # fmt: skip
         result("an iteration", sum(record["time_s"] for record in records) / len(records), "s", number=len(records))
-        result("sampler / trainer: KL", last.get("mismatch_kl", 0.0), "", largest=last.get("logprob_diff_max"))
+        kl, largest = last.get("mismatch_kl", 0.0), last.get("logprob_diff_max")
+        result("sampler / trainer: KL", kl, at_most=0.01, largest=largest, look="mismatch, in the step train")
         for phase in [key.removeprefix("mem_max_alloc_mb_") for key in last if key.startswith("mem_max_alloc_mb_")]:
             memory = {f"{kind}_mib": last[f"mem_{kind}_mb_{phase}"] for kind in ("max_alloc", "alloc", "reserved")}
             result(phase, last[f"time_{phase}_s"], "s", **memory)
@@ -50,7 +56,9 @@ def main():
         graphs = run(f"{scratch}/graphs", *few)
         eager = run(f"{scratch}/eager", *few, "--enforce_eager")
         names = different(graphs, eager)
-        result("figures that differ without graphs", len(names), "", at_most=0, which=", ".join(names[:6]) or None)
+        which = ", ".join(names[:6]) or None
+        look = "compare the hidden states of one step, recorded and with --enforce_eager"
+        result("figures that differ without graphs", len(names), at_most=0, which=which, look=look)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def pytest_runtest_logreport(report):
     path = os.environ.get("BENCH_RESULTS")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         row = dict(step="tests", name=report.nodeid, value="FAILED", unit="", error=report.longreprtext[-4000:])
+        row |= dict(reached=False)
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
 
