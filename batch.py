@@ -26,7 +26,7 @@ COMPONENTS[__name__] = "micro-batch"  # the name in --plan's table
 class MicroBatch:
     """S completions with their prompts in one row of T tokens; M sampled tokens, one completion after the other.
 
-    A completion's last token predicts nothing, so it is a target and not in the row. The prompt's last state predicts
+    A completion's last token predicts nothing: it is a target only, not in the row. The prompt's last state predicts
     the first token of each completion. Prompt (a b) with completions (x y .) and (z .), prompt (c) with (u .):
 
         row        0 1 2 3 4 5 6
@@ -105,7 +105,7 @@ class Cut:
             self.rank_of |= {i: pack.rank for pack in packs for i in pack.indices}
 
     def pack(self, indices: range, max_tokens: int) -> list["Pack"]:
-        """The largest group first goes to the process with the fewest tokens, there into the first pack with room."""
+        """Each group, the largest first, goes to the process with the fewest tokens, into its first pack with room."""
         loads, packs = [0] * self.processes.size, []
         share = -(-sum(group.tokens for group in self.split_groups(indices, 0)) // len(loads))
         groups = self.split_groups(indices, min(max_tokens or share, share))
@@ -163,7 +163,7 @@ class Pack:
 
 
 def make_micro_batch(sequences, indices: list[int], cut: Cut) -> MicroBatch:
-    """The MicroBatch of the sequences `indices`, groups together. It copies: make one at a time.
+    """The MicroBatch of the sequences `indices`, groups together. It has new tensors: make one at a time.
 
     sequences: tokens (N, width) and, if the loss needs them, advantages (N,), sampling_logprobs, old_logprobs,
     ref_logprobs (N, T_c), teacher_outputs (N, T_c) or (N, T_c, C_T), perhaps on the host. The tables are made on the
@@ -204,8 +204,8 @@ def tables_of(groups, sizes, places, width: int) -> dict:
     """sizes: (length of a prompt, lengths of its completions without their last tokens) a group -> {name: table}.
 
     The comments have the numbers of MicroBatch's example. The row consists of segments, each prompt and then its
-    completions: a b | x y | z | c | u. A segment copies neighbouring tokens of one sequence. sizes may have more
-    prompts behind those of the groups. source and target are places in the flattened tokens (N, width).
+    completions: a b | x y | z | c | u. A segment copies neighbouring tokens of one sequence. sizes may end
+    with prompts of one token, which fill the row up. source and target are places in the flattened tokens (N, width).
     """
     more = groups[0][:1] * (len(sizes) - len(groups))
     copied = np.array([i for group in groups for i in (group[0], *group)] + more)  # 0 0 1 2 2

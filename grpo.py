@@ -17,7 +17,7 @@ from functools import partial
 
 from runs.checkpoint import find_run
 from runs.prepare import prepare_from
-from settings import GRPOSettings
+from settings import LOSSES, GRPOSettings
 from snug.options import friendly_errors
 from snug.options.progress import say, speak
 
@@ -116,7 +116,7 @@ def iterate(iteration, training, collect=None):
 
 
 def collect_groups(iteration, training):
-    """Sample groups and score them -> (Scored, metrics of all that was sampled).
+    """Sample groups and score them -> (Scored, metrics; these also count the groups that are not kept).
 
     One rollout of P = batch_size prompts. With max_num_gen_batches (DAPO's dynamic sampling) up to that many rollouts,
     until P groups have rewards that are not all equal. The first P such groups are kept, in their order. If there are
@@ -137,7 +137,7 @@ def collect_groups(iteration, training):
     if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(parts) > 1:
-        # The groups that differ come first; those kept stay in their order.
+        # Prefer groups with different rewards; keep the order in which they were sampled.
         first = (~varied).int().argsort(stable=True)[: settings.batch_size]
         scored = scored.select(first.sort().values)
     return scored, metrics
@@ -190,7 +190,7 @@ def has_variance(rewards):
 
 
 def advantages_of(scored, training):
-    """-> (N,). GDPO compares each function's rewards, other recipes their sum. reward_coef weighs them."""
+    """-> (N,), times reward_coef. GDPO compares the rewards of each function, other recipes compare their sums."""
     settings = training.settings
     if settings.multi_objective_aggregation == "normalize_then_sum":
         weights = training.prepared.reward_weights
@@ -213,9 +213,9 @@ def trainable(rollouts, indices, settings) -> list[int]:
 
 
 def teaches(rollouts, indices, settings) -> bool:
-    """Can the gradient be anything but 0? A batch that is not finite is not skipped: the guard reports it."""
+    """Can the gradient be anything but 0? True if a number is not finite: `take_step` drops that step and says so."""
     sequences = trainable(rollouts, indices, settings)
-    always = settings.teacher or settings.beta
+    always = settings.teacher or settings.beta or settings.loss_type not in LOSSES
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns or not_finite(columns_of(rollouts, indices)))
 
@@ -224,8 +224,9 @@ def teaches(rollouts, indices, settings) -> bool:
 def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, teacher=None):
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
-    Gradients are added to the parameters' .grad. Counts are those of the whole step, so the gradient does not depend on
-    how it was cut into micro-batches. entropies (N, T_c) gets the entropy at each token. teacher: its model.
+    It adds to the parameters' .grad, which `attempt` has cleared. It divides by counts of the whole step, so the
+    gradient does not depend on how the step was cut into micro-batches. entropies (N, T_c) gets the entropy at each
+    token. teacher: its model.
     """
     kept = (trainable(rollouts, indices, settings) for indices in cut.steps[step])
     micro_batches = list(filter(None, kept))
@@ -246,7 +247,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             # Forward. Only the hidden states that predict completion tokens go on: (M, C)
             with autocast(settings.dtype, model):
                 hidden = micro.completion_hidden(model)
-                # Head and loss. A chunk of logits becomes its own gradient and is gone.
+                # Head and loss. The gradient of a chunk of logits overwrites the chunk.
                 loss, logprobs, entropy, metrics = loss_of_head(
                     model, hidden, micro, counts, settings, head
                 )

@@ -1,6 +1,7 @@
 """Advantages, ratios, KL and their aggregation: pure functions of small tensors. docs/algorithm.md explains them.
 
-P prompts, k completions of each; S sequences and M completion tokens of a micro-batch, flat, the stop token included.
+P prompts, k completions of each. A micro-batch has S sequences; their M sampled tokens, stop tokens too, follow each
+other in one dimension.
 Every mean is a sum over a micro-batch divided by a count of the whole optimizer step, so micro-batches add up to the
 same loss and gradient however the step was cut (except with bnpo). Names are TRL's.
 
@@ -62,7 +63,7 @@ def decoupled_advantages(by_function, k, weights):
 
 def kl_divergence(logprobs, ref_logprobs):
     """Estimates of KL(policy || reference) from tokens of the policy, (M,) each: r - 1 - log r, Schulman's k3 (2020),
-    with log r = ref_logprob - logprob. Unbiased, never negative. Its mean gradient is that of KL(reference || policy).
+    with log r = ref_logprob - logprob. Unbiased, never negative. Its mean gradient is KL(reference || policy)'s.
 
     policy_loss multiplies k3 by the ratio, which gives the gradient of KL(policy || reference), also for stale tokens
     (Tang & Munos 2025, DeepSeek-V3.2). With kl_estimator "k3_no_ratio" it does not (DeepSeekMath).
@@ -88,8 +89,8 @@ def sequence_ratio(log_ratio, sequence, lengths):
     return torch.embedding(ratio[:, None], sequence).squeeze(1)
 
 
-# Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). policy_loss passes all its
-# columns and counts by name; **rest takes those that a surrogate ignores. lengths are (S,), other columns (M,).
+# Surrogates -> the loss of each token (M,), and whether clipping stopped its gradient (M,). policy_loss passes every
+# argument by name, and a surrogate names those that it uses; **rest takes the others. lengths (S,), all others (M,).
 
 
 def clipped_surrogate(ratio, advantages, options, **rest):
@@ -176,8 +177,9 @@ def policy_loss(
     (M,) from the teacher, over the vocabulary, with a gradient. options: settings.GRPOSettings. num_...: counts of the
     whole optimizer step, known before any forward pass.
 
-    The columns may have some of the tokens, and lengths and counts of all, unless options.needs_whole_sequences. Right
-    after a rollout every ratio is 1 and a group's advantages add up to 0: the loss is often 0, its gradient is not.
+    The (M,) arguments may have a chunk of the micro-batch's tokens (not if options.needs_whole_sequences); lengths and
+    counts have all. Right after a rollout every ratio is 1. If a group's completions are equally long, its loss is then
+    0, because its advantages add up to 0; the gradient is not 0.
     metrics: `kl`, `divergence`, `clip_fraction`, token means over the step, without gradient; the shares of
     micro-batches add up.
     """

@@ -68,7 +68,7 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
         elif rotary is not None and not decodes:
-            q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # in place: attention keeps no copies
+            q, k, v = Rotary.apply(qkv, *rotary, self.heads)  # within qkv: no second q, k for backward
             rotary = None
         if self.config.query_scale != 1:
             q = q * self.config.query_scale

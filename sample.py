@@ -4,8 +4,8 @@
 
 A prompt goes through the model once, and its k completions share its keys and values. All groups are decoded in one
 batch. When a completion ends, a waiting completion takes its slot at once (snug/decoding/). The uniform number that
-draws token t of row i depends on (seed, i, t) only, so a row does not depend on its neighbours. In bfloat16 its logits
-may, because products of other sizes round differently. Tests compare with the slow `generate_naive`.
+draws token t of row i depends on (seed, i, t) only, so a row does not depend on its neighbours. In bfloat16 its
+logits may depend on the number of rows, because other products round differently. Tests: the slow `generate_naive`.
 
 With `respond` a completion is an episode of several turns: a tool or an environment answers at the end of a turn. The
 model reads the answer behind the row's own keys and values, and sampling goes on. No token is computed twice.
@@ -149,9 +149,9 @@ def sample_groups(
     A completion ends with stop_token (or one of several), or when is_over(its ids) is true for the first time
     (tokenizer.stopper makes such a function for a string), or at max_new_tokens. temperature 0: the likeliest token.
 
-    respond(row, ids of the turn): with this function only a turn ends there. It returns the ids of the reply, perhaps
-    an empty list, or None if the completion is over. Threads call it for several rows at a time. The ids that respond
-    and is_over get begin behind the last reply. If a reply leaves no room for another token, it is not written, and
+    respond(row, ids of the turn): with it a stop token ends a turn only. It returns the ids of the reply, perhaps an
+    empty list, or None if the completion is over. Threads call it for several rows at a time. The ids that respond and
+    is_over get begin behind the last reply. If a reply leaves no room for another token, it is not written, and
     the completion is cut off.
 
     max_batch: completions decoded at a time (default all), which bounds the KV cache. chunk_mb: MiB that logits take
@@ -161,7 +161,7 @@ def sample_groups(
     """
     check_prompts(prompts, max_new_tokens, model.config.block_size)
     N = len(prompts) * group_size
-    # Inference mode saves a tenth of a step on a CPU. But in it autocast would cast the weights in every step.
+    # Inference mode saves a tenth of a step on a CPU. But in it autocast would not keep its casts of the weights.
     casts = torch.is_autocast_enabled(model.device.type)
     no_gradient = torch.no_grad() if casts else torch.inference_mode()
     all_train = all(p.requires_grad for p in model.parameters())

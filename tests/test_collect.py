@@ -127,9 +127,9 @@ def test_what_can_teach(tmp_path):
     rollouts.advantages = torch.zeros(4, device=DEVICE)
     broken = dataclasses.replace(rollouts, sampling_logprobs=rollouts.sampling_logprobs * math.nan)
     assert grpo.teaches(broken, range(4), GRPOSettings())  # so that the guard sees it
-    ways = dict(), dict(beta=0.1)
+    ways = dict(), dict(beta=0.1), dict(loss_type="mine:with_entropy_bonus")
     teach = [grpo.teaches(rollouts, range(4), GRPOSettings(init_from="x", **options)) for options in ways]
-    assert teach == [False, True]
+    assert teach == [False, True, True]
     rollouts.advantages[2] = -1
     assert grpo.teaches(rollouts, range(2, 4), GRPOSettings()) and not grpo.teaches(rollouts, range(2), GRPOSettings())
 
