@@ -1,4 +1,4 @@
-"""Continuous batching: many completions are decoded together, a token per step. Those that end make room for others.
+"""Continuous batching: many completions are decoded together, a token per step. Where one ends, another starts.
 
 A sequence is one completion; sequence i continues prompt i // k. A slot is a position in the decode batch, which goes
 through the model in every step. A prompt slot is where the KV cache holds one prompt. The life of a sequence:
@@ -6,15 +6,16 @@ through the model in every step. A prompt slot is where the KV cache holds one p
     prefill   its prompt goes through the model once, into a prompt slot; the prompt's last hidden state is kept
     start     the sequence gets a slot, and its first token is drawn from that hidden state
     step      all slots go through the model together and get one more token each
-    retire    with a stop token or after max_new_tokens, on the device: the slot becomes idle
+    retire    after a stop token or max_new_tokens the device makes the slot idle
     refill    the host looks at the slots now and then, and starts waiting sequences in the idle ones
 
 When no sequence waits, idle slots are removed.
 
-With `respond` a stop token or a stop string ends a turn (turns.py). The host sees it at its next look and asks for a
-reply, in a thread. The slot keeps its sequence and waits, and the others go on. The replies that wait are read together
-once they are many (REPLY_AT): each goes through the model behind the slot's own columns, and the next token is drawn.
-When that is depends on counts alone, never on how long a tool takes, so that a run can be repeated bit for bit.
+With `respond` a stop token or a stop string ends a turn (turns.py). At its next look the host sees this end, and asks
+for a reply in a thread. The slot keeps its sequence and waits, while the other slots go on. Once many sequences wait
+(REPLY_AT), their replies are read together: each reply goes through the model behind the slot's own columns, and the
+next token is drawn. The moment of reading depends on counts alone, never on how long a tool takes, so that a run can be
+repeated bit for bit.
 
 Left out: what a rollout is (sample.py).
 Test: pytest tests/test_sample.py
@@ -38,27 +39,28 @@ from snug.memory.ledger import unwatched
 from snug.options import SnugError
 from snug.options.progress import counted, phase
 
-# Tokens of prompts that are prefilled at a time. On a CPU their activations then stay in its caches.
+# Prompt tokens that are prefilled at a time. With so few, a CPU keeps their activations in its caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 # Steps between two looks at the slots. On CUDA a look waits for the device.
 LOOK_EVERY = {"cpu": 1, "cuda": 4}
 # Idle slots are removed if more than this share is idle. CUDA then records a new graph.
 SHRINK_AT = {"cpu": 1 / 4, "cuda": 1 / 2}
-# They are removed only above this number of slots. On CUDA few slots take no longer than fewer: a step reads weights.
+# Idle slots are removed only above this number of slots. On CUDA 16 slots take no longer than fewer slots: the time of
+# a step goes into reading the weights.
 SHRINK_ABOVE = {"cpu": 1, "cuda": 16}
-# Replies are read once this share of the sequences waits for one, or all.
+# Replies are read once this share of the active sequences waits for a reply.
 REPLY_AT = {"cpu": 1 / 8, "cuda": 1 / 4}
-# Tokens that replies see which are read at a time: their keys and values are copied.
+# The replies that are read at a time see at most this many tokens, whose keys and values are copied.
 REPLY_CONTEXT = {"cpu": 4096, "cuda": 16384}
 
 
 class DecodeBatch:
     """The slots, the sequences in them, and tables of all tokens drawn so far.
 
-    On the device slot s holds sequence `sequences[s]`, whose latest token is its t[s]-th. An idle slot holds the dummy
-    sequence N; its output goes to the last row of the tables and is discarded. The host knows since its last look that
-    slot s holds `held[s]`; a sequence that waits for a reply keeps its slot there. All else it knows of sequences and
-    prompts, whatever slot they are in.
+    On the device slot s holds sequence `sequences[s]`; the number of the sequence's latest token is t[s]. An idle slot
+    holds the dummy sequence N; its output goes to the last row of the tables and is discarded. On the host `held[s]` is
+    the sequence in slot s at the last look; a sequence that waits for a reply stays in `held`. The host's other records
+    are by sequence or by prompt, not by slot.
 
     tokens, logprobs  (N + 1, max_new_tokens)  what was drawn; row i is sequence i
     u                 (N + 1, max_new_tokens)  the uniform numbers to draw with
@@ -81,9 +83,8 @@ class DecodeBatch:
         ask=None,
         cuda_graphs=False,
     ):
-        """k completions of each prompt. The other options are those of sample.sample_groups, but
-
-        ask(sequence, ids of its turn) -> a concurrent.futures.Future of what `respond` returns."""
+        """k: completions of each prompt. ask(sequence, ids of its turn) -> a concurrent.futures.Future of what
+        `respond` returns. The other options are the same as in sample.sample_groups."""
         self.model, self.prompts, self.k, self.max_new_tokens = model, prompts, k, max_new_tokens
         self.sampling = dict(temperature=temperature, chunk_mb=chunk_mb)
         self.stop_tokens = as_tuple(stop_token)
@@ -97,7 +98,7 @@ class DecodeBatch:
         self.kind = kind_of(self.u).replace("mps", "cuda")  # a GPU, too
         self.written = zeros(shape, dtype=torch.bool) if ask else None
         self.turns = Turns(max_new_tokens, self.stop_tokens, is_over, ask) if is_over or ask else None
-        # A prompt stays until its last sequence is over; by then other groups have started.
+        # A prompt stays until its last sequence is over. Before that, other groups start and need prompt slots too.
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width, dtype = max(map(len, prompts)), model.compute_dtype
         sizes = prompt_slots, width, slots, max_new_tokens
@@ -105,27 +106,28 @@ class DecodeBatch:
         self.prompt_hidden = zeros(prompt_slots, model.config.n_embd, dtype=dtype)
         self.prompts_at_once = max(1, PREFILL_TOKENS[self.kind] // width)
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
-        # A graph replays the lengths and addresses of its recording; in plain torch they change with every step.
+        # A graph replays the lengths and addresses that were recorded. In plain torch they change with every step.
         records = cuda_graphs and uses_triton(self.cache.prompt)
         self.recorder = Recorder(self.device) if records else None
-        # On the device, per slot: its sequence, the number of its latest token and that token, its prompt's length.
+        # On the device, per slot: its sequence, the number of its latest token, this token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
         self.t = zeros(slots, dtype=torch.long)
         self.token = torch.zeros_like(self.t)
         self.prompt_length = torch.zeros_like(self.t)
         self.held = np.full(slots, self.N)
-        # Per sequence: the step that drew its first token; a reply of n tokens counts as n steps earlier.
+        # Per sequence: the step that drew its first token. A reply of n tokens moves this number n steps back.
         self.started = np.zeros(self.N, dtype=np.int64)
-        # Per prompt: its prompt slot; -1: not in the cache. The last entry is that of idle slots' prompt.
+        # Per prompt: its prompt slot; -1: not in the cache. The last entry is for the dummy prompt of idle slots.
         self.prompt_slot = np.full(len(prompts) + 1, -1)
-        self.next_prompt = 0  # the first that has not been in the cache
-        self.next_sequence = 0  # the first that waits
+        self.next_prompt = 0  # the first prompt that has not been in the cache
+        self.next_sequence = 0  # the first sequence that has not started
         self.steps = 0  # taken so far
         self.first_start = 0  # the earliest start of an active sequence
         self.same_t = True  # is t the same in all active slots?
 
     def decode(self):
-        """Step until all completions are over. Those that go on count in the bar as their tokens' share."""
+        """Step until all completions are over. The bar counts a completion that goes on as its share of
+        max_new_tokens."""
         with phase("sampling", self.N, "completions") as bar:
             before = bar.n
             while self.refill():
@@ -142,7 +144,7 @@ class DecodeBatch:
     def refill(self):
         """Start waiting sequences in idle slots. If none waits, remove idle slots once they are many.
 
-        -> how many slots are active"""
+        -> the number of active slots"""
         changed = False
         while True:  # a sequence may end with its first token
             self.look()
@@ -166,9 +168,10 @@ class DecodeBatch:
         return len(active)
 
     def look(self):
-        """Update `held`. Turns that ended since the last look: retire their sequences, or ask for replies.
+        """Update `held`. Where a turn has ended since the last look, retire its sequence, or ask for a reply.
 
-        The device retires a sequence with its stop token. It draws on behind a stop string: those tokens are dropped.
+        The device itself retires a sequence at a stop token. It does not know stop strings: the tokens that it has
+        drawn behind one are dropped.
         """
         over = self.sequences.cpu().numpy() == self.N
         if self.turns is None:
@@ -195,7 +198,7 @@ class DecodeBatch:
         self.held[np.isin(self.held, list(self.turns.ends))] = self.N
 
     def read_replies(self):
-        """Once enough sequences wait: let each go on behind its reply, or retire it. -> does one go on?"""
+        """If enough sequences wait: each goes on behind its reply, or is retired. -> does any go on?"""
         waiting = len(self.turns.waiting) if self.turns else 0
         if not waiting or waiting < REPLY_AT[self.kind] * np.count_nonzero(self.held < self.N):
             return False
@@ -208,10 +211,10 @@ class DecodeBatch:
         return bool(replies)
 
     def read(self, slots, lengths, replies):
-        """Write `replies` (lists of ids) behind the first `lengths` tokens of these slots' sequences, read them, and
-        draw the next tokens.
+        """Write `replies` (lists of ids) behind the first `lengths` tokens of these slots' sequences, run the model on
+        them, and draw the next tokens.
 
-        The turn's last token is read again: perhaps no step has read it, or later steps followed."""
+        The model reads the turn's last token too: perhaps no step has read this token yet."""
         added = np.array(list(map(len, replies)))
         slots, lengths = np.array([slots, lengths])
         ends = lengths + added
@@ -230,7 +233,7 @@ class DecodeBatch:
         self.draw(hidden[:, 0], slots)
 
     def admit(self, room):
-        """-> the next waiting sequences, at most `room`, with prompts in the cache. Prefills missing prompts."""
+        """-> the next sequences to start, at most `room`, whose prompts are in the cache. Prefills missing prompts."""
         stop = min(self.next_sequence + room, self.N)
         if stop > self.next_prompt * self.k:
             numbers = np.arange(len(self.prompt_slot))
@@ -238,9 +241,9 @@ class DecodeBatch:
             later = numbers >= self.next_sequence // self.k
             stays = needed | later
             self.prompt_slot[~stays] = -1
-            # The lowest free prompt slots first, so that those in use lie together.
+            # The lowest free prompt slots first, so that the slots in use are neighbours.
             free = np.setdiff1d(np.arange(len(self.prompt_hidden)), self.prompt_slot)
-            # Prefill a few prompts ahead: one at a time is slow, and to fill all free slots is too early.
+            # Prefill a few prompts ahead: one at a time is slow, and all free slots would be filled too early.
             ahead = (stop - 1) // self.k + 1 + math.ceil(len(self.held) / self.k / 4)
             missing = range(self.next_prompt, min(ahead, len(self.prompts)))[: len(free)]
             self.prefill(missing, free[: len(missing)])
@@ -248,7 +251,7 @@ class DecodeBatch:
         return range(self.next_sequence, min(stop, self.next_prompt * self.k))
 
     def prefill(self, prompts, prompt_slots):
-        """Read the prompts with these numbers into these prompt slots, PREFILL_TOKENS at a time."""
+        """Run the model on the prompts with these numbers, PREFILL_TOKENS at a time, and fill these prompt slots."""
         self.prompt_slot[prompts] = prompt_slots
         n = self.prompts_at_once
         for i in counted(range(0, len(prompts), n), "prefills"):
@@ -303,7 +306,7 @@ class DecodeBatch:
         self.sequences[slots] = sequences.masked_fill(over, self.N)
 
     def shrink(self, active):
-        """Keep only these slots, rising numbers, and the prompt slots that they read."""
+        """Keep only these slots (rising numbers) and the prompt slots that they read."""
         if self.recorder:
             self.recorder.graph = None
         self.held = self.held[active]
@@ -320,8 +323,8 @@ class DecodeBatch:
 
     def rehearse(self):
         """Allocate the most that decoding may take, for the planner: prefill, start every slot, take one step with a
-        full cache and sequences of different lengths, read the longest replies, and shrink by a quarter. In the step
-        the first prompt slot has as many readers as it can have, and the others share the rest."""
+        full cache and sequences of different lengths, read the longest replies, and shrink by a quarter. In this step
+        as many slots as possible read the first prompt slot; the other slots share the other prompt slots."""
         n, prompt_slots = len(self.held), len(self.prompt_hidden)
         # Prompts are prefilled some at a time; the first of these prefills stands for all.
         P = min(prompt_slots, self.prompts_at_once)

@@ -1,12 +1,12 @@
 """One token from each row of a model's logits, and its log-prob.
 
-A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, sequence, step). So a sequence
-with the same logits does not depend on its neighbours, on the order of decoding, or on the number of processes.
+A token comes from a uniform number by inverse CDF, and the number is a hash of (seed, sequence, step). So, with
+the same logits, a sequence does not depend on its neighbours, on the order of decoding, or on the number of processes.
 
-On CUDA one kernel reads a row of logits once, for its maximum and for the sums of its stretches, and then one stretch
-again. Plain torch does it elsewhere, and at temperature 0.
+On CUDA one kernel reads a row of logits once, for the row's maximum and for the sum of each stretch of columns. Then
+the kernel reads one stretch again. Elsewhere, and at temperature 0, plain torch draws the token.
 
-Left out: what training does not do: top-k, top-p, penalties, biases; beams.
+Left out: top-k, top-p, penalties, biases and beams, which training does not use.
 Test: pytest tests/test_draw.py, and tests/test_kernels.py for the kernel.
 """
 
@@ -25,9 +25,10 @@ if triton is not None:
 
     @triton.jit
     def pick(p, u, N):
-        """p (N,), u in [0, 1) -> the entry in whose interval of the cumulative sum u falls, and where in it, in [0, 1).
+        """p (N,), u in [0, 1) -> the entry whose interval of the cumulative sum has u; u's place in it, in [0, 1).
 
-        In float64 the order of additions does not matter. If rounding, or a NaN, leaves no entry: the largest."""
+        In float64 the order of additions does not matter. If rounding or a NaN leaves no such entry: the one of the
+        largest p."""
         ends = tl.cumsum(p.to(tl.float64), 0)
         target = u * tl.max(ends, 0)
         entries = tl.arange(0, N)
@@ -52,10 +53,11 @@ if triton is not None:
         STRETCHES: constexpr,
     ):
         """One program per row of logits. It reads the row's STRETCHES stretches of `length` columns side by side, which
-        gives the sum of each. The first `pick` picks a stretch, the second a token in it: `length` is at most BLOCK.
+        gives the sum of each stretch. The first `pick` picks a stretch. The second picks a token in this stretch,
+        because `length` is at most BLOCK.
 
-        The compiler may round x * scale - best once or twice, so the sums of both reads differ. That does no harm: the
-        second pick takes its target from the sum of its read."""
+        The compiler may round x * scale - best once or twice, so the two reads may give different sums. This does no
+        harm: the second pick takes its target from the sum of its own read."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * row_stride
         STEP: constexpr = BLOCK // STRETCHES
@@ -92,8 +94,8 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     """hidden (N, C), u (N,) in [0, 1) -> tokens (N,), log-probs (N,) float32.
 
     The token is the one whose interval of the cumulative distribution contains u; at temperature 0 it is the likeliest,
-    with its log-prob at temperature 1. Rows of hidden go through the head some at a time, so that the logits and what
-    is computed from them take chunk_mb MiB (0: see logits_budget).
+    with its log-prob at temperature 1. Only some rows of hidden go through the head at a time, so that the logits and
+    what is computed from them take chunk_mb MiB (0: see logits_budget).
     """
     N, vocab_size = len(hidden), model.config.vocab_size
     if temperature > 0 and uses_triton(hidden):
@@ -164,8 +166,9 @@ def uniforms(seed, sequences, steps):
     """sequences (N,), steps (T,) integers -> (N, T) float32 in (0, 1): a hash of (seed, sequence, step), the same on
     every machine.
 
-    splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. The middles of 2^23 intervals: below 1, also after
-    u * total in float32, and never 0, which would draw token 0 once in 8 million times however unlikely it is.
+    splitmix64's finaliser (Steele, Lea & Flood 2014) over a counter. The numbers are the middles of 2^23 intervals.
+    They stay below 1, also after u * total in float32. They are never 0: a 0 would draw token 0 once in 8 million
+    draws, however unlikely this token is.
     """
     golden = 0x9E3779B97F4A7C15
 

@@ -1,12 +1,12 @@
-"""Keys and values of prompts and of their completions, and the attention of one new token per slot to both.
+"""Keys and values of prompts and of their completions, and the attention of each slot's new token to both.
 
 A prompt is stored once, however many completions share it, and a step reads it for all of them together. When a
 completion ends, another takes its slot. So the slots of one step have different lengths, and the completions of a group
 need not be neighbours.
 
-On CUDA a layer takes one Triton kernel (attention.py): it rotates, writes to the cache and attends. It reads each
-slot's length on the device, so one CUDA graph serves every step. Elsewhere plain torch does it; it is the kernel's
-oracle.
+On CUDA a layer launches one Triton kernel (attention.py), which rotates, writes to the cache and attends. The kernel
+reads each slot's length on the device, so one CUDA graph serves every step. Elsewhere plain torch does the same; it is
+the kernel's oracle.
 
 Left out: paging (a slot is as long as the longest completion may be), quantised caches.
 Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
@@ -38,9 +38,9 @@ class KVCache:
         prompt slot 0: a b c   slots 0, 2: x y . .   t = 1
         prompt slot 1: d e .   slots 1, 3: z . . .   t = 0
 
-    Prefill: `begin_prefill`, then a forward, whose layers call `write_prompts`. After sequences got slots, left or
-    moved: `assign`. A step: `begin_step`, then a forward, whose layers call `attend`, which writes column t[s] of each
-    slot. A reply, several tokens behind a slot's own: `begin_reply`, then a forward.
+    Prefill: `begin_prefill`, then a forward, whose layers call `write_prompts`. After sequences have got slots, left
+    them or moved: `assign`. A step: `begin_step`, then a forward, whose layers call `attend`; `attend` writes column
+    t[s] of each slot. A reply (several tokens behind a slot's own tokens): `begin_reply`, then a forward.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KVCache:
         options = dict(dtype=dtype, device=device)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.completions = torch.empty(L, 2, slots, G, width, D, **options)
-        self.cleared = 0  # columns of completions
+        self.cleared = 0  # how many columns of completions are zeroed or written
         self.prompt = torch.zeros(L, 2, prompt_slots, G, prompt_width, D, **options)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.ragged = False  # is a prompt shorter than the others?
@@ -89,7 +89,8 @@ class KVCache:
             prompt.narrow(2, 0, values.shape[2])[self.prefill_slots] = values.to(self.dtype)
 
     def compact(self, slots, prompt_slots, columns):
-        """Keep only these slots, the first `columns` columns, and prompt slots, rising numbers, as 0, 1, 2 ..."""
+        """Keep only these slots, with their first `columns` columns, and these prompt slots. Both are rising numbers,
+        and become 0, 1, 2 ..."""
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
         tensors = [(self.completions, slots, columns)]
@@ -106,9 +107,9 @@ class KVCache:
     def assign(self, prompt_slot):
         """prompt_slot (n,): the prompt slot that each slot reads; -1: the slot is idle.
 
-        Plain torch multiplies a prompt's keys by all queries that read it in one matmul. Its queries, pairs (slot, key
-        head), are entries of a table (prompt slots in use, G, most): `most` is the largest number of slots that share a
-        prompt slot. In the example above with one head:
+        Plain torch multiplies a prompt's keys by all queries that read the prompt, in one matmul. So the queries, which
+        are pairs (slot, key head), stand in a table (prompt slots in use, G, most): `most` is the largest number of
+        slots that share a prompt slot. In the example above with one head:
 
             pair_of_entry 0 2 1 3   the slot of each entry; spare entries name slot 0, and their results are not read
             entry_of_pair 0 2 1 3   the entry of each slot
@@ -127,7 +128,7 @@ class KVCache:
             self.tiles.copy_(table)  # in place: a CUDA graph reads this address
             return
         G, n, slots = self.config.n_kv_head, len(prompt_slot), np.flatnonzero(active)
-        line = prompt_slot[slots] - first  # of the table
+        line = prompt_slot[slots] - first  # the slot's line in the table
         rank, counts = ranks(line)
         most = counts.max()
         entry_of_pair = np.zeros((n, G), dtype=np.int64)
@@ -138,16 +139,17 @@ class KVCache:
         self.pair_of_entry = torch.tensor(pair_of_entry, device=self.device)
         self.prompts_in_use = slice(first, first + len(counts))
         self.lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
-        # A layer's completions are a matrix with rows of D: the row of each slot's first column.
+        # A layer's completions, seen as a matrix with rows of D numbers: the row of each slot's first column.
         S, T_c = self.completions.shape[2], self.completions.shape[4]
         rows = torch.arange(2 * S * G, device=self.device) * T_c
         self.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
 
     def clear(self, slots, columns):
-        """Zero these columns, if not all are written, of the first slots; later calls have no more of them.
+        """Zero the first `columns` columns of the first `slots` slots, where they are not written yet. Later calls
+        never have more slots.
 
-        Plain torch reads what nobody wrote with weight 0, and 0 * NaN is NaN. Memory that is not used is not touched:
-        to zero all at first was a tenth of a rollout.
+        Plain torch reads columns that nobody wrote with weight 0, and 0 * NaN is NaN. Unused memory is not touched:
+        zeroing all of it at the start took a tenth of a rollout's time.
         """
         if columns > self.cleared:
             end = columns + 15
@@ -155,8 +157,8 @@ class KVCache:
             self.cleared = end
 
     def sees(self, window, prompt_lengths, t, columns):
-        """prompt_lengths (n,), t (n, S): numbers of tokens -> (n, S, T_p + columns) boolean: what they see of their
-        prompt, and of their completion's columns."""
+        """prompt_lengths (n,); t (n, S), the columns of S tokens -> (n, S, T_p + columns) boolean: which tokens of its
+        prompt, and which columns of its completion, each token sees."""
         t, length = t[..., None], prompt_lengths[:, None, None]
         column = torch.arange(self.prompt.shape[4], device=t.device)
         age = t - torch.arange(columns, device=t.device)
@@ -176,7 +178,7 @@ class KVCache:
             self.cleared = max(self.cleared, columns)  # this step writes the last of them
         else:
             self.clear(len(t), columns)
-        self.bias = {}  # by window, where something is hidden
+        self.bias = {}  # window -> what is added to the scores, if something is hidden
         for window in set(self.config.windows):
             if self.ragged or not same_t or 0 < window < self.prompt.shape[4] + columns:
                 hidden = ~self.sees(window, self.lengths, t[:, None], columns)
@@ -184,11 +186,11 @@ class KVCache:
                 self.bias[window] = bias.masked_fill_(hidden, -math.inf)
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
-        """The next forward reads tokens (w, R) of these slots, right-padded; all arguments are arrays (w,).
+        """The next forward reads tokens (w, R) for these slots, right-padded. All arguments are arrays (w,).
 
-        lengths: of each slot's tokens, R the largest. They go to column t[s] and those behind it. They see their
-        prompt, the columns before, and each other as far as they are not later. What padding writes is behind them: a
-        step overwrites it before anything sees it. -> columns (w, R), positions (w, R)."""
+        lengths: how many tokens each slot gets; R is the largest. Slot s gets them in column t[s] and the columns
+        behind it. A token sees its prompt, all earlier columns, and itself. Padding writes into columns behind the
+        reply; a step overwrites them before any token sees them. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
         slots_in_all, width = self.completions.shape[2], self.completions.shape[4]
         self.clear(slots_in_all, width)
@@ -231,7 +233,7 @@ class KVCache:
         G = self.config.n_kv_head
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
         self.completions[layer].view(-1, D).index_copy_(0, self.write_at, new)
-        # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. In bfloat16 it was 2.5e-4.
+        # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. With bfloat16 it was 2.5e-4.
         dtype = torch.promote_types(self.dtype, torch.float32)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
             q = q.reshape(n * G, -1, D).to(dtype) * D**-0.5  # (n * G, R, D)
@@ -259,8 +261,8 @@ class KVCache:
         return torch.baddbmm(y, weights[..., T_p:], v)
 
     def attend_triton(self, layer, q, k, v, rotary):
-        """`attend` by one kernel. All that it writes to is allocated here, except `counters`, which are 0 between
-        launches and stay where they are."""
+        """`attend` by one kernel. Its buffers and its result are allocated here. Only `counters` keep their address;
+        they are 0 between launches."""
         n, H, _, D = q.shape
         G = self.config.n_kv_head
         T_p, T_c = self.prompt.shape[4], self.completions.shape[4]
@@ -318,8 +320,8 @@ class KVCache:
 def tiles_of(prompt_slot: np.ndarray, prompt_slots: int, tile: int):
     """prompt_slot (n,), the prompt slot that each slot reads -> (tiles, 1 + tile) int32.
 
-    A line has a prompt slot and the slots of one program, which all read it; -1: none. The number of lines is the most
-    that any n slots may need, so that a CUDA graph keeps its grid."""
+    A line has a prompt slot, then the slots for which one program reads this prompt slot; -1: no slot. The number of
+    lines is the most that any n slots may need, so that the grid of a CUDA graph never changes."""
     n = len(prompt_slot)
     lines = (n + min(n, prompt_slots) * (tile - 1)) // tile
     table = np.full((lines, 1 + tile), -1, dtype=np.int32)
