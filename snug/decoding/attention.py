@@ -1,14 +1,14 @@
-"""The Triton kernel of one decode step's attention. kvcache.py launches it, and its plain torch is the oracle.
+"""The Triton kernel of one decode step's attention. kvcache.py launches it; plain torch there is its oracle.
 
-Shapes are KVCache's: H query heads, G key heads, R = H / G query heads share a key head. D numbers per head, DP the
-next power of two. A program takes one key head and a stretch of columns: of a prompt, for a tile of slots that share it
-and so read it once, or of one slot's completion. It rotates its queries itself. Its result is a part of their softmax.
-The last program to finish with a query joins the parts (`join`).
+Shapes are KVCache's: H query heads and G key heads; R = H / G query heads share a key head. A head has D numbers; DP is
+the next power of two. A program takes one key head and a range of columns. The columns are of a prompt, which is read
+once for a tile of slots that share the prompt, or of one slot's completion. A program rotates its queries itself. Its
+result is one part of the softmax of its queries. The last program to finish with a query joins the parts (`join`).
 
-WINDOW: how many tokens a token sees, itself included; 0: all before it. PART: how many of a head's numbers turn; 0:
-all.
+WINDOW: how many tokens a token sees, itself included; 0: all up to itself. PART: how many numbers of a head are
+rotated; 0: all.
 
-Left out: prefill, which is the model's own attention. Test: pytest tests/test_kernels.py
+Left out: prefill, which uses the model's own attention. Test: pytest tests/test_kernels.py
 """
 
 from snug.kernels import LOW, constexpr, tl, triton
@@ -19,7 +19,7 @@ if triton is not None:
     def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr, PART: constexpr):
         """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin.
 
-        PART: how many of a head's numbers turn, in place of D. What is behind stays: its cos is 1, its sin 0."""
+        PART: how many numbers of a head are rotated; 0: all D. The others stay: their cos is 1, their sin 0."""
         value = tl.load(x + d, mask, 0.0)
         if ROTARY:
             half = (PART if PART else D) // 2
@@ -49,8 +49,9 @@ if triton is not None:
     ):
         """The softmax of active queries (M,) over columns begin .. end - 1, online (Milakov and Gimelshein 2018).
 
-        q (M, DP); keys and values: column 0 of (columns, D). latest (M,): the column of each query's token, counted on
-        from these columns; earliest: the smallest of them. With a window a query sees the columns whose age is less.
+        q (M, DP); keys and values: column 0 of (columns, D). latest (M,): the column of each query's token, counted as
+        these columns are; earliest: the smallest of `latest`. With a window a query sees columns that are less than
+        WINDOW before its token's.
         -> top, total (M,), acc (M, DP)"""
         if WINDOW:  # skip whole blocks, so that a query's sums do not depend on its neighbours
             begin += tl.maximum(earliest + 1 - WINDOW - begin, 0) // N * N
@@ -128,7 +129,7 @@ if triton is not None:
     def write_column(
         k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY: constexpr, PART: constexpr
     ):  # fmt: skip
-        """Rotate the key of slot s, and write it and its value to column `now`."""
+        """Rotate the new key of slot s. Write this key and its value to column `now`."""
         inside = d < D
         key = k + s * k_row + g * D
         key = rotated(key, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART)
@@ -140,8 +141,8 @@ if triton is not None:
     def end_of_prompt(lengths, p, t, slot):
         """-> a prompt's length; the column that each slot's token would have if the prompt went on, and the smallest.
 
-        The smallest is found here, within the kernel's branch: from a reduction behind it Triton takes no
-        alignment, and then it does not read columns ahead (cp.async)."""
+        The smallest is found here, within the kernel's branch. If the reduction stands behind the branch, Triton does
+        not know the alignment, and then does not prefetch columns (cp.async)."""
         length = tl.load(lengths + p, p >= 0, 0).to(tl.int32)
         latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
         return length, latest, tl.min(latest, 0)
@@ -154,15 +155,16 @@ if triton is not None:
         R: constexpr, TILE: constexpr, M: constexpr, N: constexpr, DP: constexpr, ROTARY: constexpr,
         PART: constexpr, WINDOW: constexpr,
     ):  # fmt: skip
-        """Programs (i, g), g the key head. The first prompt_programs attend to prompts: each to prompt_chunk columns of
-        one, for a tile of slots. The others attend to completion_chunk columns of a slot's completion. The one whose
-        columns have the token's column writes it first, for itself and for later steps."""
+        """Programs (i, g); g is the key head. Each of the first prompt_programs attends to prompt_chunk columns of one
+        prompt, for a tile of slots. Each of the others attends to completion_chunk columns of one slot's completion.
+        The program whose columns include the new token's column writes this column first, for itself and for later
+        steps."""
         program, g = tl.program_id(0), tl.program_id(1)
         G = tl.num_programs(1)
         d = tl.arange(0, DP)
-        member = tl.arange(0, M) // (M // TILE)  # of the tile
+        member = tl.arange(0, M) // (M // TILE)  # number of the slot in the tile
         r = tl.arange(0, M) % (M // TILE)
-        size = PART if PART else D  # of a line of cos and sin
+        size = PART if PART else D  # numbers in a line of cos or sin
         prompt_splits = tl.cdiv(T_p, prompt_chunk)
         completion_splits = tl.cdiv(T_c, completion_chunk)
         if program < prompt_programs:
@@ -205,9 +207,9 @@ if triton is not None:
         join(parts, tops, totals, counters, y, split, splits, query, active, top, total, acc, d, D)
 
 
-# Two for each of an H200's 132 multiprocessors; with fewer, columns are split among more programs.
+# Programs that fill a device: two for each of an H200's 132 multiprocessors. If there are fewer, columns are split.
 PROGRAMS = 264
-# Per thread: three programs fit on a multiprocessor. Left to itself, the compiler takes more or spills.
+# Registers per thread: three programs fit on a multiprocessor. Without this limit the compiler takes more, or spills.
 REGISTERS = 168
 
 
@@ -217,17 +219,17 @@ def kernel_shape(H: int, G: int, D: int, itemsize: int, group_size: int):
     DP = triton.next_power_of_2(max(16, D))
     heads = triton.next_power_of_2(R)
     group = triton.next_power_of_2(group_size)
-    most = 32 if itemsize == 2 and DP < 256 else 16  # with more registers spill
+    most = 32 if itemsize == 2 and DP < 256 else 16  # with more queries, registers spill
     M = max(16, heads, min(most, heads * group))
-    # 8 KiB of keys and 8 KiB of values at a time. With twice that bfloat16 spills on sm_80 or sm_90.
+    # 8 KiB of keys and 8 KiB of values at a time. With 16 KiB of each, bfloat16 spills registers on sm_80 or sm_90.
     N = max(16, min(64, 8192 // (DP * itemsize)))
     return dict(R=R, TILE=min(group, M // heads), M=M, N=N, DP=DP)
 
 
 def split_columns(width: int, programs: int, block: int):
-    """-> (stretches, columns per stretch) of `width` columns. programs: how many run without splitting.
+    """-> (ranges, columns per range) of `width` columns. programs: how many run if nothing is split.
 
-    A stretch has at least two blocks. There are at most 16, because one program joins their parts one by one."""
+    A range has at least two blocks. There are at most 16 ranges, because one program joins their parts one by one."""
     blocks = max(1, -(-width // block))
     splits = min(-(-blocks // 2), max(1, PROGRAMS // programs), 16)
     each = -(-blocks // splits)

@@ -13,7 +13,7 @@ from snug.decoding.draw import uniforms
 def generate_naive(
     model, prompt, longest, temperature=1, stop_token=None, seed=0, row=0, is_over=None, respond=None
 ):
-    """Row `row` of sample_groups, every token from a whole forward -> (ids, log-probs; None: written by `respond`)."""
+    """Row `row` of sample_groups, every token from a whole forward -> (ids; log-probs, None for ids of `respond`)."""
     tokens, logprobs, begin = list(prompt), [], len(prompt)
     uniform = uniforms(seed, [row], range(longest))[0]
     while len(logprobs) < longest:

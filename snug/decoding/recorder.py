@@ -18,19 +18,19 @@ from snug.options import first_line
 class Recorder:
     """Runs a step as it is, or replays a graph of it.
 
-    The tensors that a step makes are in a memory pool. The graphs of a batch use it one after the other: delete a graph
-    before the next one is recorded. The results of a step are written into older tensors, outside the pool."""
+    The tensors that a step makes are in a memory pool. The graphs of a DecodeBatch use the pool one after the other:
+    delete a graph before the next one is recorded. A step writes its results into older tensors, outside the pool."""
 
     def __init__(self, device):
         self.device, self.enabled = device, not cuda.BROKEN
         self.graph = None
-        # Made with the first graph. It frees its memory when it is deleted after the last graph. Attributes are deleted
-        # in the order of their assignment, so it comes after `graph`.
+        # The memory pool, made with the first graph. It frees its memory if it is deleted after the last graph.
+        # Attributes are deleted in the order of their assignment, so `pool` comes after `graph`.
         self.pool = None
 
     def run(self, step):
-        """The first time step() runs as it is, which compiles and warms up its kernels. Then it is recorded, which
-        computes nothing, and later calls replay it."""
+        """The first call runs step() as it is, which compiles and warms up its kernels, and then records it, which
+        computes nothing. Later calls replay the recording."""
         if self.graph is not None:
             self.graph.replay()
             return
@@ -72,7 +72,7 @@ def graph_of(step, pool, stream):
             try:
                 step()
             except BaseException:
-                with suppress(RuntimeError):  # of the end, which the first error explains
+                with suppress(RuntimeError):  # the end fails too; the first error says why
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -84,8 +84,8 @@ def graph_of(step, pool, stream):
 
 @cache
 def capture_stream(device):
-    """-> one stream per device, because each stream that was captured keeps a workspace for its matrix products.
+    """-> the one stream of a device for recordings: each stream that records keeps a workspace for its matrix products.
 
-    Some versions of torch free it with any of its graphs, so only one graph may live at a time.
+    Some versions of torch free this workspace with any graph of the stream, so only one graph may live at a time.
     """
     return torch.cuda.Stream(device)

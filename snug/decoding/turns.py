@@ -1,6 +1,6 @@
 """Turns: where a completion's turn ends on the host, and the reply that follows.
 
-With `is_over` a stop string ends a turn too; with `ask` a reply follows. The device knows stop tokens alone.
+With `is_over` a stop string ends a turn too; with `ask` a reply follows. The device knows only stop tokens.
 
 Left out: slots, and how a reply is read (decode_batch.py). Test: pytest tests/test_episodes.py
 """
@@ -9,12 +9,12 @@ from collections import defaultdict
 
 
 class Turns:
-    """By sequence:
+    """What is known of each sequence, by its number:
 
-    begin    its tokens before this turn
-    checked  how many of its tokens were looked at for an end
-    ends     those that are over: their length, not cut off?
-    waiting  those that wait: their length, the Future of the reply
+    begin    how many tokens it had before this turn
+    checked  how many of its tokens were searched for an end of the turn
+    ends     if it is over: its length; False if it was cut off, else True
+    waiting  if it waits for a reply: its length; the Future of the reply
     """
 
     def __init__(self, max_new_tokens: int, stop_tokens: tuple[int, ...], is_over, ask):
@@ -41,8 +41,8 @@ class Turns:
         return sequence in self.ends
 
     def replies(self):
-        """Wait for all replies: yields (sequence, its length, reply) of those that go on. The others are over:
-        `respond` said so, or no room is left."""
+        """Wait for all replies. Yields (sequence, its length, reply) for each sequence that goes on. The others are
+        over: `respond` said so, or no room is left."""
         for sequence, (length, future) in self.waiting.items():
             reply = future.result()
             if reply is not None and length + len(reply) < self.max_new_tokens:

@@ -1,6 +1,6 @@
-"""The fastest options that fit a memory budget, found with the planner. docs/memory.md: what each saves and costs.
+"""The fastest options that fit a memory budget, found with the planner. docs/memory.md says what each saves and costs.
 
-Left out: a budget that moves during a run.
+Left out: a budget that changes during a run.
 """
 
 import math
@@ -31,14 +31,14 @@ class Room(NamedTuple):
 
 
 def need(planned) -> int:
-    """Bytes of the device, and of the host if it is the same memory."""
+    """Bytes on the device, and those on the host if both share one memory."""
     return planned.peak + (0 if planned.kind in APART else planned.host)
 
 
 def ladder(settings, kind, prompt, completion) -> dict:
-    """{option: its values, from the fastest to the one that needs least}; options that cost little time first.
+    """{option: its values, from the fastest to the one that needs least memory}; options that cost little time first.
 
-    prompt, completion: longest, tokens. No value changes results: docs/memory.md.
+    prompt, completion: how many tokens the longest ones have. No value changes results: docs/memory.md.
     """
     tokens = settings.tokens_per_step(prompt, completion)
     steps = {
@@ -61,7 +61,7 @@ def ladder(settings, kind, prompt, completion) -> dict:
 
 
 def halves(now, least):
-    """Yield a half, a quarter and so on, and last the least."""
+    """Yield a half of `now`, a quarter and so on; the last value is `least`."""
     while now > least:
         now = max(least, math.ceil(now / 2))
         yield now
@@ -70,10 +70,11 @@ def halves(now, least):
 def fit(dry_run, settings, room):
     """-> (settings that fit the room, or come nearest, their Plan).
 
-    It starts with the fastest value of each option on the ladder, whatever `settings` have. It gives one option after
-    the other the value that needs least, cheapest first, until the plan fits. Then it goes back and gives each of them
-    its fastest value that fits as well. The most expensive is first: copies from the host can take longer than the
-    computation, recomputing adds a third to it, and smaller pieces cost little, so they get what memory is left.
+    The search starts with the fastest value of each option on the ladder, whatever value `settings` has. Option by
+    option, the cheapest first, the search takes the value that needs least memory, until the plan fits. Then it goes back
+    and gives each of these options the fastest value with which the plan still fits. It goes back from the most
+    expensive option: copies from the host can take longer than the computation, and recomputing adds a third to it.
+    Smaller pieces cost little, so they get the memory that is left.
     """
     steps = ladder(settings, kind_planned(settings.device), *dry_run.longest)
     fitted = replace(settings, **{name: values[0] for name, values in steps.items()})
@@ -109,8 +110,8 @@ def changes(before, after) -> str:
 def room_for(settings, device) -> Room | None:
     """The Room of memory_budget_gb; None without one. device: the run's.
 
-    auto: what is free, less a twentieth for fragmentation; on MPS what Metal recommends. On a CPU less a fifth: there
-    the kernel kills, and others may take more later.
+    auto: the free memory (on MPS what Metal recommends), less a twentieth for fragmentation. On a CPU less a fifth:
+    there the kernel kills a process that takes too much, and other processes may need more later.
     """
     budget, kind, host = settings.memory_budget_gb, kind_planned(settings.device), math.inf
     mine = kind == kind_planned("auto")
@@ -124,7 +125,7 @@ def room_for(settings, device) -> Room | None:
         return Room(0.8 * available_on_host())
     if not mine:
         raise SnugError(
-            f"memory_budget_gb='auto' asks the device {kind}, which is not here; write GiB, such as 24"
+            f"memory_budget_gb='auto' needs a {kind} device here; give a number of GiB, such as 24"
         )
     if kind == "mps":
         return Room(0.95 * torch.mps.recommended_max_memory())
@@ -164,7 +165,7 @@ def apply(dry_run, settings, device, say):
 
 
 def too_large(planned, change, room) -> str:
-    """One line: what is missing, and what would help. Nothing that rounds was tried."""
+    """One line: what is missing, and what would help. Options that lower the precision were not tried."""
     host = f" and {room.host / GIB:.3g} GiB of the host" if room.host < math.inf else ""
     return (
         f"the plan takes {need(planned) / GIB:.3g} GiB in {planned.phase} even with {change}; "

@@ -1,8 +1,8 @@
 """Which storages on the device are alive, how many bytes they have, and what they are for.
 
-A CPU has no caching allocator to ask, so a dispatch mode sees what every op returns and holds a weak reference to its
-storage. That is exact for tensors and blind to what an op allocates and frees inside itself. It costs about 10
-microseconds an op.
+A CPU has no caching allocator to ask, so a dispatch mode sees the tensors that every op returns, and holds weak
+references to their storages. This is exact for tensors. What an op allocates and frees inside itself is not seen. The
+cost is about 10 microseconds an op.
 
 What a tensor is for follows from the function that made it. Functions, classes, modules and packages say in COMPONENTS
 what a plan calls their tensors:
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 
 from snug.device.host import HOST, Ledger
 
-# Dotted name of a function, class, module or package -> component. device/ is below, so its mark is here.
+# Dotted name of a function, class, module or package -> component. device/ may not import this file: its mark is here.
 COMPONENTS = {"snug.device.host.fetch": "streamed weights"}
 
 
@@ -37,7 +37,7 @@ def component(name):
 
 
 def component_of(frame):
-    """-> (component, name) of the function with a mark that is nearest to this stack frame; or ("other", "")."""
+    """-> (component, name) of the nearest function with a mark, from this stack frame outwards; or ("other", "")."""
     while frame is not None:
         function = frame.f_code.co_qualname
         marked = f"{frame.f_globals.get('__name__')}.{function}"
@@ -52,7 +52,7 @@ def component_of(frame):
 class LiveBytes(Ledger, TorchDispatchMode):
     """Device bytes: follows what every op returns, except host tensors.
 
-    It does not know storages made before it was entered until an op returns them; `follow` adds them by hand.
+    A storage that is older than this context is not known until an op returns it; `follow` adds one by hand.
     """
 
     def __init__(self, host: Ledger = HOST):
@@ -79,7 +79,7 @@ unwatched = _disable_current_modes
 
 @component("loss")
 def not_finite(named: dict):
-    """{name: tensor} -> "embedding.weight has NaN or infinity" of the first that has, or None. Copies nothing."""
+    """{name: tensor} -> "embedding.weight has NaN or infinity", of the first such tensor, or None. Copies nothing."""
     for name, tensor in named.items():
         if tensor.numel() and tensor.is_floating_point():
             low_and_high = torch.stack(tensor.aminmax())  # NaN if any element is

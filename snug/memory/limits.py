@@ -1,9 +1,9 @@
-"""How much is decoded and trained on at once; less after an out-of-memory.
+"""How much is decoded and trained on at once; less after an out-of-memory error.
 
-    limits.retry("rollout", function)         # calls it; after an out-of-memory, again with a lower limit
+    limits.retry("rollout", function)         # after an out-of-memory error calls it again, with less
     limits.retry("train", function, cut)      # function(cut=cut), with micro-batches within the limit
 
-A checkpoint remembers the limits that an out-of-memory has lowered.
+A checkpoint keeps the limits that an out-of-memory error has lowered.
 """
 
 import gc
@@ -32,10 +32,11 @@ def is_out_of_memory(error: Exception):
 
 
 def reference_batches(settings) -> int:
-    """How many micro-batches a forward of reference or teacher takes: several if weights are copied from the host.
+    """How many micro-batches the reference or the teacher takes in one forward: several if weights are copied from the
+    host.
 
-    A block should compute for as long as the next one takes to arrive: about 8,000 tokens, by estimates for several
-    devices. Without backward four micro-batches need about as much memory as one with it.
+    A block should compute for as long as the next block's weights take to arrive: about 8,000 tokens, by estimates for
+    several devices. Four micro-batches without backward need about as much memory as one with backward.
     """
     tokens = settings.max_tokens_per_micro_batch
     if not tokens or not settings.streams_weights:
@@ -47,16 +48,17 @@ class Limits:
     """How many completions are decoded at a time, and how many tokens a micro-batch has; 0: all at once.
 
     max_rollout_batch and max_tokens_per_micro_batch begin as the settings say. max_eval_batch, the limit of
-    evaluations, begins with as many as a rollout has memory for: there a group shares its prompt, and prompts of an
-    evaluation are all different. An out-of-memory halves one of them.
+    evaluations, begins with as many completions as a rollout has memory for. In a rollout a group shares its prompt,
+    but in an evaluation all prompts are different. An out-of-memory error halves one limit.
 
         4 prompts of 256 tokens, 4 completions of 1,024 each: (4 * 4 * 256 + 16 * 1,024) // (4 * 256 + 1,024) = 10
 
-    `halved` is what a checkpoint keeps: {name: [how it began, what it is now]}.
+    `halved` is what a checkpoint keeps: {name: [the limit at first, the limit now]}.
     """
 
     def __init__(self, prepared, say, halved=None, processes=ONE_PROCESS):
-        """say: reports a change. halved: of the checkpoint to resume; it holds if the settings ask for the same."""
+        """say: reports a change. halved: the checkpoint's; a limit in it holds if the settings begin with the same
+        limit."""
         settings = prepared.settings
         self.say, self.halved, self.processes = say, {}, processes
         share = range(settings.batch_size)[processes.part(settings.batch_size)]
@@ -65,7 +67,7 @@ class Limits:
         rows = min(settings.max_rollout_batch or self.completions, self.completions)
         groups = -(-rows // settings.group_size)
         prompt, completion = prepared.longest()
-        prompt *= 4  # while it is read, its activations take about three times its place in the cache
+        prompt *= 4  # a prompt's activations take about three times its place in the cache
         self.max_eval_batch = (groups * prompt + rows * completion) // (prompt + completion)
         self.max_tokens_per_micro_batch = settings.max_tokens_per_micro_batch
         self.reference_batches = reference_batches(settings)
@@ -74,11 +76,11 @@ class Limits:
                 self.lower(name, value, "an earlier out-of-memory")
 
     def retry(self, phase, function, cut=None):
-        """function(), or function(cut=cut); after an out-of-memory in any process all call it again with less.
+        """function(), or function(cut=cut); after an out-of-memory error in any process all call it again with less.
 
         phase: the name of a phase, which has a limit: see `make_smaller`. cut: a batch.Cut; the function gets it in
-        micro-batches within the limit. When the limit is lowered the exception is gone, and with it the frames that
-        held the failed call's tensors. Raises SnugError if nothing can be lowered.
+        micro-batches within the limit. The limit is lowered behind the `except` block: there the exception is gone, and
+        with it the frames that held the failed call's tensors. Raises SnugError if nothing can be lowered.
         """
         failures = 0
         while True:
@@ -107,7 +109,7 @@ class Limits:
             self.make_smaller(phase, failure, failures, **pieces)
 
     def make_smaller(self, phase, failure, failures, cut=None):
-        """Halve the limit of a phase. failures: how often it has run out of memory, one after the other.
+        """Halve the limit of a phase. failures: how often the phase ran out of memory in a row.
 
         cut: the batch.Cut that was too large."""
         if phase in DECODED:

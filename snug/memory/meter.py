@@ -6,8 +6,9 @@
         meter.stats()  # {"mem_alloc_mb": ..., "mem_max_alloc_mb": ..., "mem_max_alloc_mb_rollout": ..., ...}
 
 On CUDA the figures are the caching allocator's. On a CPU they are the exact bytes of live tensors (ledger.py), and
-"reserved" is the process's resident size. MPS keeps no peak: there tensors are counted as on a CPU, those of the host
-too, for it is the same memory; "reserved" is what Metal's driver holds. All `*_mb` are MiB (2**20 bytes).
+"reserved" is the process's resident size. MPS keeps no peak, so tensors are counted as on a CPU. Tensors on the host
+count too, because host and device share their memory; "reserved" is what Metal's driver holds. All `*_mb` are MiB
+(2**20 bytes).
 
 Left out: other devices' counters; memory that is not tensors.
 """
@@ -29,7 +30,7 @@ from snug.options import progress
 class MemoryMeter:
     """Allocated, reserved and peak bytes of a device, and seconds, by phase.
 
-    A context manager: on a CPU it counts what is made inside it.
+    A context manager: on a CPU it counts the tensors that are made inside its block.
     """
 
     def __init__(self, device="cpu"):
@@ -74,7 +75,8 @@ class MemoryMeter:
 
     @contextmanager
     def phase(self, name):
-        """Peak and seconds inside go to `name`. Entered twice: the larger peak, the sum of the seconds."""
+        """Peak and seconds of the block go to `name`. For a phase entered twice: the larger peak, the sum of the
+        seconds."""
         self.peak = max(self.peak, self.figures()["peak"])
         self.reset_peak()
         started, self.now = time.perf_counter(), name

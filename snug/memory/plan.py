@@ -6,13 +6,13 @@
 The real code runs on fake tensors, which have shapes and no data: init, then one iteration with the longest possible
 prompts and completions (training/dry_run.py). A ledger follows every storage: when it is alive, and what it is for.
 
-A model's blocks are alike, or every n-th is of another kind, so two depths are enough: within one stretch of an
-iteration (a forward, a backward) the peak's bytes are a linear function of the depth. `plan` runs `depths_of` blocks
-and continues the lines.
+A model's blocks are alike, or every n-th block is of another kind, so two depths are enough: within one stretch of an
+iteration (a forward, a backward) the peak's bytes are a linear function of the depth. `plan` runs the two depths of
+`depths_of` and extrapolates.
 
-CUDA_EXTRA has what only CUDA needs. Left out are: blocks are rounded up to 512 bytes, freed ones may not fit the next
-tensor (fragmentation: reserved is more than allocated), the CUDA context takes some 0.5 GiB, and attention's backward
-sums dq in float32. Ops are trusted not to allocate more inside than they return.
+CUDA_EXTRA has what only CUDA needs. Left out are: the allocator rounds sizes up to 512 bytes; freed memory may not fit
+the next tensor (fragmentation: reserved is more than allocated); the CUDA context takes about 0.5 GiB; attention's
+backward sums dq in float32. The plan trusts that no op allocates more inside itself than it returns.
 """
 
 import sys
@@ -29,13 +29,13 @@ from snug.memory.ledger import LiveBytes, component_of, unwatched
 from snug.memory.meter import MemoryMeter
 
 GIB = 2**30
-# cuBLAS's workspaces on Hopper: of the forward's thread, of the backward's, of CUDA graphs
+# cuBLAS's workspaces on Hopper: one for the forward's thread, one for the backward's, one for CUDA graphs
 CUDA_EXTRA = 3 * 32 * MIB
 
 
 @dataclass
 class Storage:
-    """name: the tensor's if it has a label, else that of the function that made it."""
+    """name: the tensor's label, or else the name of the function that made the tensor."""
 
     size: int  # bytes
     shape: tuple
@@ -45,7 +45,7 @@ class Storage:
 
 
 class Recorder(Ledger):
-    """Remembers what was alive at the peak of each stretch of the iteration. The host has one stretch."""
+    """Remembers what was alive at the peak of each stretch of the iteration. The host has one stretch, "all"."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -87,7 +87,7 @@ class PlannedBytes(Recorder, LiveBytes):
 
     def __torch_dispatch__(self, func, types, args, kwargs):
         if func is torch.ops.aten._local_scalar_dense.default and is_planned(args[0]):
-            # `item` of a tensor without data: losses and norms are finite, and there is something to learn
+            # `item` of a tensor without data: let losses and norms be finite, and something be left to learn
             if args[0].dtype == torch.bool:
                 return True
             return 0.0 if args[0].is_floating_point() else 0
@@ -127,16 +127,15 @@ class Peak:
 
 
 def depths_of(depth: int, period: int):
-    """-> the two depths from which a plan of another depth follows, or [depth] if that is not deeper. period: every
-    such block is of another kind; 1: all are alike. In 26 blocks with a period of 6 there are 4 periods and 2 blocks:
-    8 and 14. In 24 blocks that are alike: 2 and 3."""
+    """-> the two depths from which the plan of `depth` follows, or [depth] if it is not deeper. period: every
+    period-th block is of another kind; 1: all are alike. 26 blocks with a period of 6 are 4 periods and 2 blocks: 8 and 14. 24
+    blocks that are alike: 2 and 3."""
     first = depth % period + period if period > 1 else 2
     return [first, first + period] if depth > first + period else [depth]
 
 
 def deepen(shallow: Peak, deep: Peak, steps: float):
-    """The Peaks of the same stretch at the two depths -> its Peak on the line through both, so many steps from the
-    first."""
+    """The Peaks of one stretch at the two depths -> the Peak on the line through both, `steps` steps from the first."""
 
     def line(a, b):
         return round(a + (b - a) * steps)
@@ -145,7 +144,7 @@ def deepen(shallow: Peak, deep: Peak, steps: float):
     for name in deep.components | shallow.components:
         peak.components[name] = line(shallow.components[name], deep.components[name])
     for key, b in deep.largest.items():
-        # A tensor of each block is as large as the others. One for all blocks, such as the KV cache, grows.
+        # A tensor that each block has keeps its size. A tensor for all blocks, such as the KV cache, grows.
         a = shallow.largest.get(key, b)
         peak.largest[key] = replace(
             b, size=line(a.size, b.size), shape=tuple(map(line, a.shape, b.shape))
@@ -193,16 +192,17 @@ class Plan:
 
 
 def plan(dry_run, settings) -> Plan:
-    """The Plan of settings.device. dry_run(settings, n_layer, meter) runs init and an iteration of a model so deep."""
+    """The Plan of settings.device. dry_run(settings, n_layer, meter) runs init and an iteration of a model with n_layer
+    blocks."""
     kind, depth = kind_planned(settings.device), dry_run.n_layer
     depths = depths_of(depth, dry_run.period)
     steps = (depth - depths[0]) / dry_run.period
-    recorded = []  # by depth: {stretch: Peak} of the device, the same of the host
+    recorded = []  # for each depth: {stretch: Peak} of the device, {stretch: Peak} of the host
     for n_layer in depths:
         host = Recorder()
-        # On MPS torch's attention that trains is this one, which keeps its weights for backward.
+        # On MPS torch trains with this attention, which keeps the attention weights for backward.
         attention = sdpa_kernel(SDPBackend.MATH) if kind == "mps" else nullcontext()
-        # Inside a run (--probe) its meter must not count this, and a reward function may have switched gradients off.
+        # Inside a run (--probe) the run's meter must not count this. A reward function may have switched gradients off.
         with (
             unwatched(),
             torch.enable_grad(),
