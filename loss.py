@@ -1,7 +1,6 @@
 """Advantages, ratios, KL and their aggregation: pure functions of small tensors. docs/algorithm.md explains them.
 
-P prompts, k completions of each. A micro-batch has S sequences; their M sampled tokens, stop tokens too, follow each
-other in one dimension.
+P prompts, k completions of each. The M sampled tokens of a micro-batch's S sequences are concatenated, stop tokens too.
 Every mean is a sum over a micro-batch divided by a count of the whole optimizer step, so micro-batches add up to the
 same loss and gradient however the step was cut (except with bnpo). Names are TRL's.
 
