@@ -126,7 +126,7 @@ def test_auto_is_mps_where_there_is_no_cuda(mac, h100):
 
 def test_without_mps_it_is_refused():
     assert refused(pick_device, "mps").endswith("; use another device, or --device=cpu")
-    with pytest.raises(SnugError, match="memory_budget_gb='auto' asks the device mps, which is not here"):
+    with pytest.raises(SnugError, match="memory_budget_gb='auto' needs device=mps here"):
         fit.room_for(GRPOSettings(device="mps", memory_budget_gb="auto"), "mps")
 
 

@@ -71,8 +71,8 @@ def fit(dry_run, settings, room):
     """-> (settings that fit the room, or come nearest, their Plan).
 
     The search starts with the fastest value of each option on the ladder, whatever value `settings` has. Option by
-    option, the cheapest first, the search takes the value that needs least memory, until the plan fits. Then it goes back
-    and gives each of these options the fastest value with which the plan still fits. It goes back from the most
+    option, the cheapest first, the search takes the value that needs least memory, until the plan fits. Then it goes
+    back and gives each of these options the fastest value with which the plan still fits. It goes back from the most
     expensive option: copies from the host can take longer than the computation, and recomputing adds a third to it.
     Smaller pieces cost little, so they get the memory that is left.
     """
@@ -125,7 +125,7 @@ def room_for(settings, device) -> Room | None:
         return Room(0.8 * available_on_host())
     if not mine:
         raise SnugError(
-            f"memory_budget_gb='auto' needs a {kind} device here; give a number of GiB, such as 24"
+            f"memory_budget_gb='auto' needs device={kind} here; give a number of GiB, such as 24"
         )
     if kind == "mps":
         return Room(0.95 * torch.mps.recommended_max_memory())

@@ -128,8 +128,8 @@ class Peak:
 
 def depths_of(depth: int, period: int):
     """-> the two depths from which the plan of `depth` follows, or [depth] if it is not deeper. period: every
-    period-th block is of another kind; 1: all are alike. 26 blocks with a period of 6 are 4 periods and 2 blocks: 8 and 14. 24
-    blocks that are alike: 2 and 3."""
+    period-th block is of another kind; 1: all are alike. 26 blocks with a period of 6 are 4 periods and 2 blocks: 8 and
+    14. 24 blocks that are alike: 2 and 3."""
     first = depth % period + period if period > 1 else 2
     return [first, first + period] if depth > first + period else [depth]
 
