@@ -29,7 +29,6 @@ import json
 import operator
 import re
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
@@ -41,13 +40,14 @@ from snug.options import SnugError, in_one_line, well_formed
 from snug.sandbox import of_thread
 
 MAX_CHARS = 200  # of an expression, bounds the recursion
-NODES = {
+OPERATORS = {  # of `calc`
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
 }
-OPERATORS = NODES | {ast.UAdd: operator.pos, ast.USub: operator.neg}  # of `calc`
 PYTHON_SECONDS = 5.0  # for the code of one call
 MAX_OUTPUT = 10_000  # characters that the code prints
 MAX_ERROR = 500  # characters of an error
@@ -66,7 +66,7 @@ def calc(expression: str) -> str:
     try:
         if len(expression) > MAX_CHARS or not re.fullmatch(r"[-+*/(). 0-9]+", expression):
             raise ValueError
-        value = value_of(ast.parse(expression.strip(), mode="eval").body, OPERATORS)
+        value = value_of(ast.parse(expression.strip(), mode="eval").body)
         return str(value) if value.denominator == 1 else f"{float(value):.12g}"
     except (SyntaxError, ValueError, ArithmeticError):
         raise ValueError(
@@ -74,14 +74,14 @@ def calc(expression: str) -> str:
         ) from None
 
 
-def value_of(node: ast.expr, operators: dict[type, Callable]) -> Fraction:
+def value_of(node: ast.expr) -> Fraction:
     """Raises ValueError for what is neither a number nor one of the operations."""
     if isinstance(node, ast.Constant):
         return Fraction(repr(node.value))  # 0.1 is a tenth
-    if type(getattr(node, "op", None)) not in operators:
+    if type(getattr(node, "op", None)) not in OPERATORS:
         raise ValueError
     children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    return Fraction(operators[type(node.op)](*(value_of(child, operators) for child in children)))
+    return Fraction(OPERATORS[type(node.op)](*map(value_of, children)))
 
 
 def python(code: str) -> str:

@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from data.tools import MAX_CHARS, NODES, value_of
 from snug import Task
 from snug.options import SnugError, option
 
 MAX_VALUE = 9999  # of a target and of the intermediate values of a solution
+MAX_CHARS = 200  # of an expression, bounds the recursion; a solution with ten numbers of four digits has at most 65
 
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+NODES = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), ARITHMETIC.values(), strict=True))
 
 
 @dataclass
@@ -139,6 +140,15 @@ def evaluate(text: str, numbers: list[int], operators: str) -> Fraction | None:
     if not used or "".join(tokens) != text.replace(" ", ""):
         return None  # it has other numbers, or a character that is not in an expression
     try:
-        return value_of(ast.parse(text.strip(" "), mode="eval").body, NODES)
+        return value_of(ast.parse(text.strip(" "), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None
+
+
+def value_of(node: ast.expr) -> Fraction:
+    """Raises ValueError for what is neither a number nor one of the operations."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in NODES:
+        raise ValueError
+    return Fraction(NODES[type(node.op)](value_of(node.left), value_of(node.right)))
