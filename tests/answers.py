@@ -66,10 +66,8 @@ RIGHT = {
     "a backslash that Python warns of": fenced(f"MARK = '\\d'\n{GOOD}"),
 }
 # Behind a prompt that has the signature alone.
-BODIES = {
-    "the body alone": fenced("    return x + 1\n"),
-    "the body alone and an example": fenced("    return x + 1\n") + fenced("print(f(1))\n"),
-}
+BODIES = {"the body alone": fenced("    return x + 1\n")}
+BODIES["the body alone and an example"] = BODIES["the body alone"] + fenced("print(f(1))\n")
 WRONG = {
     "nothing": "",
     "no program": "I do not know.",

@@ -106,10 +106,8 @@ ANSWER, HEAP, HIDDEN = "the-answer-is-42", "only-in-memory", "a-name-that-no-cod
 def secrets(folder: Path, keeper: int):
     """Make the files -> (code that gives the attacks their names, what must be in no result)."""
     for name, text in {
-        "secret.txt": f"{ANSWER}\n",
-        "secrets_of.py": f"ANSWER = {ANSWER!r}",
-        "secret.json": f'{{"{ANSWER}": 1}}',
-    }.items():
+        "secret.txt": f"{ANSWER}\n", "secrets_of.py": f"ANSWER = {ANSWER!r}", "secret.json": f'{{"{ANSWER}": 1}}',
+    }.items():  # fmt: skip
         (folder / name).write_text(text)
     with zipfile.ZipFile(folder / "secret.zip", "w") as file:
         file.writestr("zipped.py", f"ANSWER = {ANSWER!r}")

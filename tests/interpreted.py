@@ -21,9 +21,7 @@ KERNELS = INTERPRETED or DEVICE == "cuda"
 in_kernels = pytest.mark.skipif(not KERNELS, reason="runs in the interpreter's process, or on CUDA")
 compiles = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
 # T4; A100; RTX 3090; RTX 4090, L4; H100, H200; B200; RTX 5090. The two most common ones always, the others with --long.
-CAPABILITIES = [
-    pytest.param(sm, marks=[] if sm in (80, 90) else pytest.mark.long) for sm in (75, 80, 86, 89, 90, 100, 120)
-]
+CAPABILITIES = [80, 90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (75, 86, 89, 100, 120))]
 
 AMD = {"gfx942": 64, "gfx1100": 32}  # MI300, RX 7900: lanes of a warp
 

@@ -67,9 +67,6 @@ def a_few(cut, n):
 def padded(poison=0):
     """Within this context the loops gather padded micro-batches."""
     other = partial(make_micro_batch, poison=poison)
-    with (
-        patch.object(grpo, "make_micro_batch", other),
-        patch.object(train_sft, "make_micro_batch", other),
-        patch.object(frozen, "make_micro_batch", other),
-    ):
+    first, second, third = (patch.object(module, "make_micro_batch", other) for module in (grpo, train_sft, frozen))
+    with first, second, third:
         yield

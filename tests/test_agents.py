@@ -168,11 +168,9 @@ def test_functions_and_a_class_of_a_cell(tmp_path):
     assert result.settings.tools == ["test_agents:f"]
     again = grpo.train(resume=result.folder, tools=[f], environment=Cell, reward_funcs=[agents.answered], max_iters=3)
     assert len(again.log) == 3
-    for wrong, message in (
-        (dict(tools=[lambda text: text]), "tool <lambda> has no JSON schema"),
-        (dict(environment=dict), "environment dict.reset raised AttributeError"),
-    ):
-        assert_refused(message, grpo.train, prompts=prompts, **options | wrong)
+    options |= dict(prompts=prompts)
+    assert_refused("tool <lambda> has no JSON schema", grpo.train, **options | dict(tools=[lambda text: text]))
+    assert_refused("environment dict.reset raised AttributeError", grpo.train, **options | dict(environment=dict))
 
 
 # Memory

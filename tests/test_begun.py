@@ -36,9 +36,8 @@ def test_a_rendered_prompt_learns_to_close_its_tag(tmp_path, model, capsys):
     texts = [theirs.apply_chat_template(row, tokenize=False, continue_final_message=True) for row in ROWS]
 
     def closes(prompts, completions, **columns):
-        return [
-            float(p in texts and bool(FORM.search(f"<think>{c}"))) for p, c in zip(prompts, completions, strict=True)
-        ]
+        pairs = zip(prompts, completions, strict=True)
+        return [float(prompt in texts and bool(FORM.search(f"<think>{text}"))) for prompt, text in pairs]
 
     options = dict(reward_funcs=closes, max_iters=7, batch_size=16, group_size=16, max_new_tokens=5, learning_rate=3e-2)
     options |= dict(init_from=model, out_dir=str(tmp_path / "run"), device="cpu", beta=0.0, eval_prompts=0)

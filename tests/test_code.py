@@ -78,12 +78,8 @@ def test_a_prompt_of_code_stands_in_a_block_with_chat_alone(tmp_path):
 def test_humaneval_counts_the_asserts_that_can_fail(tmp_path):
     """A loop with asserts is one test, assert True is none, and a statement that fails ends the others."""
     task, row = first_of(tmp_path, HUMAN_EVAL)
-    bodies = [
-        "    return x + 1",
-        "    return x + 1 if x < 5 else 0",
-        "    return x + 1 if x > 2 else 0",
-        "    return 1 // (x - 1)",
-    ]
+    values = "x + 1", "x + 1 if x < 5 else 0", "x + 1 if x > 2 else 0", "1 // (x - 1)"
+    bodies = [f"    return {value}" for value in values]
     given, seen = rewards(task, row, bodies)
     assert given == [1, 2 / 3, 1 / 3, 0] and seen["passed"] == given
     assert seen["error"][1] == "AssertionError: in assert f(LIMIT) == 6"
@@ -199,15 +195,10 @@ def test_a_system_that_cannot_confine_is_refused(tmp_path, monkeypatch):
 
 # Two processes
 
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(st.integers() | st.text() | st.tuples(st.booleans()), inner)
-    ),
-    max_leaves=20,
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+KEYS = st.integers() | st.text() | st.tuples(st.booleans())
+GROWN = lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner)  # noqa: E731
+PLAIN = st.recursive(LEAVES, GROWN, max_leaves=20)
 
 
 @given(PLAIN)

@@ -90,9 +90,8 @@ def test_a_run_goes_on_from_any_folder_with_the_files_beside_it(out_dir, moves, 
     a, b = prepare_pair(EvaluateSettings(), set(), "other", run)
     assert a.reward_funcs[0].__name__ == b.reward_funcs[0].__name__ == "short"
     forget()
-    monkeypatch.setattr(
-        fork.subprocess, "call", lambda words: grpo.main(prepare(*read_settings(GRPOSettings, words[2:])[:2])) - 1
-    )
+    trained = lambda words: grpo.main(prepare(*read_settings(GRPOSettings, words[2:])[:2])) - 1  # noqa: E731
+    monkeypatch.setattr(fork.subprocess, "call", trained)
     fork.main(*read_settings(fork.ForkSettings, [run, "--max_iters=3", "--seeds=1"], positional="run"))
     assert newest(f"{run}-at2/same-seed1").name == "checkpoint-000003"
 
@@ -156,13 +155,8 @@ def test_an_unreadable_checkpoint_is_named_before_torch_is_imported(tmp_path):
 
 SCRIPTS = ["grpo.py", "train_sft.py", "sample.py", "evaluate.py", "report.py"]
 EARLY = {f"{script} --help": "pathlib" for script in (*SCRIPTS, "-m runs.export", "-m runs.fork")}
-LATER = [
-    "-m snug grpo --max_iters=1",
-    "grpo.py --max_iters=1",
-    "train_sft.py --max_iters=1",
-    "sample.py model --prompt=1",
-]
-LATER += ["evaluate.py model --task=addition", "-m runs.export model --to=export"]
+LATER = [f"{command} --max_iters=1" for command in ("-m snug grpo", "grpo.py", "train_sft.py")]
+LATER += ["sample.py model --prompt=1", "evaluate.py model --task=addition", "-m runs.export model --to=export"]
 
 
 @pytest.mark.parametrize("line, module", (EARLY | dict.fromkeys(LATER, "torch")).items())

@@ -82,11 +82,9 @@ def model_of(shape, adapters):
 def naive_rows(shape, adapters, **options):
     """-> (the oracle's rows, its Replies)"""
     model, replies = model_of(shape, adapters), Replies()
-    return [
-        generate_naive(model, prompt, LONGEST, row=4 * p + i, respond=replies, **options)
-        for p, prompt in enumerate(PROMPTS)
-        for i in range(4)
-    ], replies
+    options |= dict(respond=replies)
+    rows = [(4 * p + i, prompt) for p, prompt in enumerate(PROMPTS) for i in range(4)]
+    return [generate_naive(model, prompt, LONGEST, row=row, **options) for row, prompt in rows], replies
 
 
 # How often the host looks, when idle slots leave, how many rows wait for a reply.
@@ -347,11 +345,9 @@ def test_a_call_in_a_thought_is_not_made(folders, tmp_path, monkeypatch):
         assert episodes.figures()["tool_errors"] == [0]
 
 
-MISTRAL = (
-    "{{ '[AVAILABLE_TOOLS] ' + tools | tojson if tools }}{% for message in messages %}{% if message.tool_calls %}"
-    "{{ '[TOOL_CALLS] [' + message.tool_calls[0].function | tojson + ']</s>' }}"
-    "{% else %}{{ message.content + '</s>' }}{% endif %}{% endfor %}"
-)
+MISTRAL = "{{ '[AVAILABLE_TOOLS] ' + tools | tojson if tools }}{% for message in messages %}{% if message.tool_calls %}"
+MISTRAL += "{{ '[TOOL_CALLS] [' + message.tool_calls[0].function | tojson + ']</s>' }}"
+MISTRAL += "{% else %}{{ message.content + '</s>' }}{% endif %}{% endfor %}"
 
 
 def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path):

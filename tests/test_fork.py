@@ -68,11 +68,8 @@ def test_pairs_share_their_luck_and_the_first_has_the_runs(made, started, capsys
     place, run = made.with_name("grpo-at2"), figures(made)
     same, changed, again, changed_again = (figures(place / name) for name in started)
     assert same == run and len(run) == 4
-    weights = [
-        folder / "checkpoint-000004" / name
-        for folder in (made, place / started[0], place / started[1])
-        for name in ("model.safetensors", "optimizer.safetensors")
-    ]
+    names, folders = ("model.safetensors", "optimizer.safetensors"), (made, place / started[0], place / started[1])
+    weights = [folder / "checkpoint-000004" / name for folder in folders for name in names]
     assert weights[0].read_bytes() == weights[2].read_bytes() != weights[4].read_bytes()
     assert weights[1].read_bytes() == weights[3].read_bytes()
     # Before its first step a branch has the same weights as its pair, so the same luck is the same reward.

@@ -40,15 +40,9 @@ def task(tmp_path_factory):
 # Which text is which number
 
 SPELLINGS = {  # as the answer after a marker, and as the last number of a text
-    "42": "42",
-    "42.50": "42.5",
-    ".5": "0.5",
-    "\u221242": "-42",
-    "-0.00": "0",
-    "-$1,000.50 a week!": "-1000.5",
-    "42 %, 个": "42",
-    "9" * MAX_ANSWER: "9" * MAX_ANSWER,
-} | dict.fromkeys(["9" * (MAX_ANSWER + 1), "1/2", "18³", "1,00", "4e1", "1.2.3", "４２", ""])
+    "42": "42", "42.50": "42.5", ".5": "0.5", "\u221242": "-42", "-0.00": "0", "-$1,000.50 a week!": "-1000.5",
+    "42 %, 个": "42", "9" * MAX_ANSWER: "9" * MAX_ANSWER,
+} | dict.fromkeys(["9" * (MAX_ANSWER + 1), "1/2", "18³", "1,00", "4e1", "1.2.3", "４２", ""])  # fmt: skip
 FORTY_TWO = ["####\n42\r\n\nQuestion: what are 2 and 3?", "**#### 42**", "#### 1\n#### 42", "\\boxed{1} #### 42"]
 FORTY_TWO += ["So it is $\\boxed{42 \\text{ apples}}$, 6 each.", "x" * (MAX_COMPLETION - 7) + "#### 42"]
 NO_NUMBER = ["#### 42\n#### unknown", "\\boxed{42} \\boxed{7", "#### 18 or 19", "\\boxed{\\frac{84}{2}}", "42"]
@@ -111,9 +105,8 @@ def test_marks_and_signs_around_the_number_behind_a_marker(form):
     assert [number_after_marker(form.format(text)) for text in NOT_EIGHTEEN] == [None] * len(NOT_EIGHTEEN)
 
 
-numbers = st.builds(
-    lambda digits, places: Decimal(digits).scaleb(-places), st.integers(-(10**12), 10**12), st.integers(0, 6)
-)
+digits = st.integers(-(10**12), 10**12)
+numbers = st.builds(lambda digits, places: Decimal(digits).scaleb(-places), digits, st.integers(0, 6))
 
 
 def spelled(number, rng):

@@ -67,9 +67,8 @@ def test_every_module_is_on_the_map():
 def test_imports_go_down():
     modules, upward = source_files(), []
     for name, path in ((name, modules[name]) for name in {*modules} - FACES):
-        upward += [
-            f"{name} -> {other}" for other in imports_of(name, path, modules) if floor_of(other) > floor_of(name)
-        ]
+        higher = [other for other in imports_of(name, path, modules) if floor_of(other) > floor_of(name)]
+        upward += [f"{name} -> {other}" for other in higher]
     assert not upward, ", ".join(sorted(upward))
 
 
@@ -203,7 +202,6 @@ def test_each_planted_bug_has_its_place():
     sources = {file: (HOME / file).read_text() for _, file, *_ in mutants.MUTANTS}
     astray = [name for name, file, text, *_ in mutants.MUTANTS if sources[file].count(text) != 1]
     astray += [name for name, _, text, becomes, _ in mutants.MUTANTS if text == becomes]
-    astray += [
-        name for name, *_, tests in mutants.MUTANTS if not all((HOME / "tests" / t).exists() for t in tests.split())
-    ]
+    killers = {name: tests.split() for name, *_, tests in mutants.MUTANTS}
+    astray += [name for name, tests in killers.items() if not all((HOME / "tests" / t).exists() for t in tests)]
     assert not astray

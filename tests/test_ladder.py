@@ -25,11 +25,8 @@ EXACT = {  # in float64: what is left is a rounding of 1e-16, which Adam may enl
     "gradients on the host": dict(grad_offload=True),
 }
 EXACT["all together"] = {name: value for changes in EXACT.values() for name, value in changes.items()}
-EXACT_GRPO = {
-    "reference on the host": dict(reference="host"),
-    "decoded in limits": dict(max_rollout_batch=3),
-    "all together": EXACT["all together"] | dict(reference="host", max_rollout_batch=3),
-}
+EXACT_GRPO = {"reference on the host": dict(reference="host"), "decoded in limits": dict(max_rollout_batch=3)}
+EXACT_GRPO["all together"] = EXACT["all together"] | dict(reference="host", max_rollout_batch=3)
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +91,10 @@ def test_bfloat16_grpo_runs_and_its_sampler_agrees_with_its_trainer(curves):
 
 def test_a_smaller_rollout_batch_makes_evaluations_no_larger():
     """Evaluations decode as many completions at a time as a rollout's cache has room for, each behind its own prompt."""
-    for batch, longest, expected in (
-        (0, (1, 10_000), 127),  # of 16 prompts with 8 completions each
-        (128, (1, 10_000), 127),
-        (999, (1, 10_000), 127),
-        (0, (256, 1024), 72),  # (16 * 1,024 + 128 * 1,024) / 2,048
-        (0, (10_000, 1), 16),
-        (4, (256, 1024), 2),
-        (1, (10_000, 1), 1),
-    ):
+    cases = [(batch, (1, 10_000), 127) for batch in (0, 128, 999)]  # of 16 prompts with 8 completions each
+    cases += [(0, (256, 1024), 72)]  # (16 * 1,024 + 128 * 1,024) / 2,048
+    cases += [(0, (10_000, 1), 16), (4, (256, 1024), 2), (1, (10_000, 1), 1)]
+    for batch, longest, expected in cases:
         settings = GRPOSettings(batch_size=16, group_size=8, max_rollout_batch=batch)
         assert limits_of(settings, longest=longest).max_eval_batch == expected
     assert limits_of(SFTSettings(batch_size=16), longest=(256, 1024)).max_eval_batch == 16

@@ -178,11 +178,9 @@ def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
 def test_other_adapters_are_another_run(sft, tmp_path):
     run_grpo(sft, tmp_path / "run", *LORA, "--max_iters=1")
     for change, said in (
-        ("--lora_rank=8", "lora_rank was 4, is 8"),
-        ("--lora_alpha=80", "lora_alpha was 8.0, is 80.0"),
-        ("--lora_target_modules=qkv", "lora_target_modules was"),
-        ("--lora_rank=0", "lora_rank was 4, is 0"),
-    ):
+        ("--lora_rank=8", "lora_rank was 4, is 8"), ("--lora_alpha=80", "lora_alpha was 8.0, is 80.0"),
+        ("--lora_target_modules=qkv", "lora_target_modules was"), ("--lora_rank=0", "lora_rank was 4, is 0"),
+    ):  # fmt: skip
         assert_refused(said, run_grpo, sft, tmp_path / "run", *LORA, "--resume=auto", change)
     assert_refused("is in out_dir", run_grpo, newest(tmp_path / "run"), tmp_path / "run", *LORA)
 

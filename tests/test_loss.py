@@ -55,10 +55,8 @@ def test_decoupled_advantages_equal_the_loop():
     """Three functions, one of them indifferent; a completion that one function or none has scored."""
     none = None
     functions = [
-        [1.0, 0.0, 0.0, 1.0, 0.5, none, 0.0, none],
-        [10.0, 0.0, none, 0.0, 1.0, 3.0, 3.0, none],
-        [2.0] * 7 + [none],
-    ]
+        [1.0, 0.0, 0.0, 1.0, 0.5, none, 0.0, none], [10.0, 0.0, none, 0.0, 1.0, 3.0, 3.0, none], [2.0] * 7 + [none],
+    ]  # fmt: skip
     weights, totals = [1.0, 0.5, 2.0], [0.0] * 7
     for weight, rewards in zip(weights, functions, strict=True):
         for group in (range(4), range(4, 8)):

@@ -144,10 +144,8 @@ def test_demonstrations_of_messages_end_with_the_first_stop_token(folder, tmp_pa
 
 def test_what_does_not_go_together_is_refused(folder, tmp_path):
     begin = ["--task=addition", "--digits=1", f"--init_from={folder}", "--max_new_tokens=6", f"--out_dir={tmp_path}/a"]
-    for word, said in (
-        ("n_layer=3", "=3, but .*qwen has 1"),
-        ("tokenizer=bytes", "='bytes', but .*qwen has 'tokenizer"),
-    ):
+    given = {"n_layer=3": "=3, but .*qwen has 1", "tokenizer=bytes": "='bytes', but .*qwen has 'tokenizer"}
+    for word, said in given.items():
         assert_refused(said, prepare, *read_settings(GRPOSettings, [*begin, f"--{word}"])[:2])
     shutil.copytree(folder, tmp_path / "large")
     spec = json.loads((tmp_path / "large" / "tokenizer.json").read_text())

@@ -106,10 +106,8 @@ def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):
     grpo.train(**options | dict(chat=True, out_dir=str(tmp_path / "chat")))
     said = capsys.readouterr().out
     assert "raise max_new_tokens" in said and "--chat" not in said
-    given = dict(
-        task="jsonl", data_file=str(tmp_path / "rows.jsonl"), num_prompts=2, max_new_tokens=5, samples_file="none"
-    )
-    settings, names = make_settings(EvaluateSettings, "", given | dict(device="cpu"))
+    given = dict(task="jsonl", data_file=str(tmp_path / "rows.jsonl"), samples_file="none", device="cpu")
+    settings, names = make_settings(EvaluateSettings, "", given | dict(num_prompts=2, max_new_tokens=5))
     evaluate.main(settings, *prepare_evaluation(settings, names, model))
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("note")] == [f"note: {TEMPLATE}"]

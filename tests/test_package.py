@@ -131,9 +131,8 @@ assert run.settings.task == "my_tasks:Mirror" and len(run.log) == 1 and data.LON
 assert "data" in sys.modules and "grpo" not in sys.modules and "snug.home.grpo" in sys.modules
 """,
 }
-SMALL = dict(
-    n_layer=1, n_head=1, n_embd=8, batch_size=2, group_size=2, max_new_tokens=4, eval_prompts=2, beta=0.0, device="cpu"
-)
+SMALL = dict(n_layer=1, n_head=1, n_embd=8, batch_size=2, group_size=2, max_new_tokens=4, eval_prompts=2)
+SMALL |= dict(beta=0.0, device="cpu")
 OPTIONS = [f"--{name}={value}" for name, value in SMALL.items()]
 GRPO = ["-m", "snug", "grpo"]
 FUNCTIONS = "my_tasks:distinct,my_tasks:spawned,loss.mine:zero,examples.mine:one"
@@ -152,16 +151,14 @@ LINES = {
 @pytest.mark.both
 def test_commands_and_train_in_a_users_repository(installed, tmp_path, request):
     """Each command of the wheel, where files of the user have names of ours."""
+    small = ", ".join(f"{key}={value!r}" for key, value in SMALL.items())
     for name, text in MINE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(
-            text.replace("SMALL", ", ".join(f"{key}={value!r}" for key, value in SMALL.items()))
-        )
+        (tmp_path / name).write_text(text.replace("SMALL", small))
     environment = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "PATH": ""}
     for name in LINES if request.config.getoption("long") else ("grpo", "train"):
-        ran = subprocess.run(
-            [sys.executable, *LINES[name]], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        command = [sys.executable, *LINES[name]]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert ran.returncode == 0, f"{name}: {ran.stdout}{ran.stderr}"
         if name in ("grpo", "resume"):
             assert ran.stdout.endswith("GRPO is done; next: snug report out/mine\n")

@@ -1,6 +1,5 @@
 """Two models with the same luck: p-values, intervals and how often they hold, by other libraries and simulation."""
 
-import dataclasses
 import json
 import math
 import weakref
@@ -216,10 +215,8 @@ def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
         a, b = prepare_pair(prepare_options, set(), *places)
         assert a.settings.digits == b.settings.digits == 2 and a.longest() == b.longest() == (6, 10)
         assert (a.settings.init_from, b.settings.init_from) == places
-    run32 = GRPOSettings(
-        digits=2, max_new_tokens=32, max_iters=1, init_from=run, batch_size=2, group_size=2, eval_prompts=0
-    )
-    grpo.main(prepare(dataclasses.replace(run32, device="cpu", out_dir=str(tmp_path / "run32"))))
+    longer = dict(digits=2, max_new_tokens=32, max_iters=1, batch_size=2, group_size=2, eval_prompts=0, device="cpu")
+    grpo.main(prepare(GRPOSettings(**longer, init_from=run, out_dir=str(tmp_path / "run32"))))
     assert prepare_pair(prepare_options, set(), model, str(tmp_path / "run32"))[0].settings.max_new_tokens == 32
     for order in (("addition", COUNTDOWN), (COUNTDOWN, "addition")):
         a, b = prepare_pair(prepare_options, set(), *(str(tmp_path / name) for name in order))

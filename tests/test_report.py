@@ -64,11 +64,9 @@ def test_each_function_has_a_line_and_each_metric_a_chart():
             record |= {"reward/exact": i / 4, "reward/short": None if i else 0.5, "reward/judge": 1.0}
     runs[1].records[1]["metric/<i>words"] = 7.0
     one = chart(charts_of(runs[:1]), "Reward by function")
-    assert {name: (s.x, s.y, s.color) for name, s in one.items()} == {
-        "exact": ([0, 1, 2], [0, 0.25, 0.5], 0),
-        "short": ([0], [0.5], 1),
-        "judge": ([0, 1, 2], [1, 1, 1], 2),
-    }
+    drawn = {name: (s.x, s.y, s.color) for name, s in one.items()}
+    exact, judge = ([0, 1, 2], [0, 0.25, 0.5], 0), ([0, 1, 2], [1, 1, 1], 2)
+    assert drawn == {"exact": exact, "short": ([0], [0.5], 1), "judge": judge}
     both = chart(charts_of(runs), "Reward by function")
     assert list(both) == [f"{run}, {name}" for run in "ab" for name in ("exact", "short", "judge")]
     assert len({(s.color, s.style) for s in both.values()}) == 6

@@ -151,10 +151,8 @@ def test_on_mps_no_group_has_the_scores_of_another():
         shapes.append((q.shape[2], *attn_mask.shape))
         return real(q, k, v, attn_mask=attn_mask, **options)
 
-    with (
-        patch.object(module, "kind_of", lambda x: "mps"),
-        patch.object(module.F, "scaled_dot_product_attention", attention),
-    ):
+    fused = patch.object(module.F, "scaled_dot_product_attention", attention)
+    with patch.object(module, "kind_of", lambda x: "mps"), fused:
         attend(q, q, q, Segments([(3, [5] * 4), (2, [1]), (3, [])]))
     assert shapes == [(23, 23, 23), (3, 3, 3), (3, 3, 3)]
 

@@ -71,14 +71,10 @@ def test_every_option_is_read_somewhere():
 # Wrong values
 
 WRONG = {  # of a type: values of other types
-    bool: [None, 1, "true", [True]],
-    int: [None, True, 2.5, "3", [3]],
-    float: [None, True, "2.5", [2.5], 1j],
-    str: [None, True, 3, b"bytes", ["a"]],
-    dict: [None, 1, "{}", ["a"]],
-    list[str]: [None, "a", [1], {"a": 1}, {"a"}],
+    bool: [None, 1, "true", [True]], int: [None, True, 2.5, "3", [3]], float: [None, True, "2.5", [2.5], 1j],
+    str: [None, True, 3, b"bytes", ["a"]], dict: [None, 1, "{}", ["a"]], list[str]: [None, "a", [1], {"a": 1}, {"a"}],
     list[float]: [None, 1.0, ["a"], [None], [True]],
-}
+}  # fmt: skip
 
 
 def test_a_config_value_of_the_wrong_type_is_refused(tmp_path):
@@ -127,10 +123,8 @@ def test_another_tasks_option_is_answered_with_the_tasks(tmp_path):
         said = "; it is an option of --task=gsm8k or jsonl"
         assert refused(read_settings, cls, ["--task=addition", "--data_file=3"]) == f"unknown option --data_file{said}"
         path = config(tmp_path, "digits = 1\ntask = 'jsonl'\n")
-        assert (
-            refused(make_settings, cls, path, {})
-            == f"unknown option {path}:1: digits; it is an option of --task=addition"
-        )
+        said = f"unknown option {path}:1: digits; it is an option of --task=addition"
+        assert refused(make_settings, cls, path, {}) == said
     text = "countdown_numbers = '3'\ntask = 'examples.countdown:Countdown'\ncountdown_max_number = 9\n"  # in any order
     settings, names, _ = read_settings(GRPOSettings, [config(tmp_path, text), "--countdown_numbers=4"])
     assert (settings.countdown_numbers, settings.countdown_max_number) == ("4", 9) and len(names) == 3
@@ -372,13 +366,11 @@ NAMED = [  # words, the option that has to be named, values of {n}: refused wher
     ("--init_from=out/no_such_run_{n}", "out/no_such_run", [1]),
 ]
 NAMED_GRPO = [
-    ("--group_size={n}", "group_size", [1]),
-    ("--train_batch_size={n}", "train_batch_size", [3, 2048]),
+    ("--group_size={n}", "group_size", [1]), ("--train_batch_size={n}", "train_batch_size", [3, 2048]),
     ("--reward_funcs={n}", "reward_funcs", "short a: :b no_such_module:f json:no_such os:name".split() + ["a b:c"]),
-    ("--beta={n}", "beta", [0.001]),
-    ("--max_new_tokens={n}", "max_new_tokens", [64, 999]),
+    ("--beta={n}", "beta", [0.001]), ("--max_new_tokens={n}", "max_new_tokens", [64, 999]),
     ("--max_prompt_length={n}", "block_size", [33, 99]),
-]
+]  # fmt: skip
 
 
 ALL = [(GRPOSettings, *case) for case in NAMED + NAMED_GRPO] + [(SFTSettings, *case) for case in NAMED]

@@ -10,7 +10,7 @@ import torch
 import train_sft
 from batch import Cut
 from data import make_task
-from helpers.errors import refusal
+from helpers.errors import assert_refused, refusal
 from helpers.models import CHATML, make_chat_model
 from helpers.runs import SMALL
 from helpers.tasks import written
@@ -25,9 +25,9 @@ from settings import EvaluateSettings, GRPOSettings, SFTSettings
 
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
-    "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+MARKED += "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n"
+MARKED += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def conversation(i, *roles):
@@ -100,12 +100,9 @@ def test_what_a_row_demonstrates(tmp_path):
         assert sorted(found, key=str) == sorted(expected, key=str)
         batch = train_sft.demonstrations(0, training)
         for row, ids, start, length in zip(
-            task.prompts("train", range(len(expected))),
-            batch.tokens.tolist(),
-            batch.prompt_lengths.tolist(),
-            batch.completion_lengths.tolist(),
-            strict=True,
-        ):
+            task.prompts("train", range(len(expected))), batch.tokens.tolist(), batch.prompt_lengths.tolist(),
+            batch.completion_lengths.tolist(), strict=True,
+        ):  # fmt: skip
             text = task.demonstration(row, None)
             assert ids[:start] == tokenizer.encode_prompt(row["prompt"])
             assert ids[start : start + length] == [*tokenizer.encode(text), tokenizer.stop_token]
@@ -138,20 +135,17 @@ def test_a_run_that_learned_what_would_be_held_out_is_refused(tmp_path):
     train_sft.main(prepare(run))
     onward = GRPOSettings(**options, init_from=run.out_dir, max_new_tokens=4, out_dir=str(tmp_path / "on"), beta=0.0)
     said = "run has learned rows of data_file=.* that would be held out now; give --test_file"
-    with refusal(said):
-        prepare(onward)
+    assert_refused(said, prepare, onward)
     with refusal(said):  # the same file by another name
         prepare(dataclasses.replace(onward, data_file=f"{tmp_path}/../{tmp_path.name}/data.jsonl"))
-    with refusal(said):
-        prepare_evaluation(EvaluateSettings(), set(), run.out_dir)
+    assert_refused(said, prepare_evaluation, EvaluateSettings(), set(), run.out_dir)
     for allowed in dict(eval_prompts=0), dict(test_file=other):
         prepare(dataclasses.replace(onward, **allowed))
     held_out = dataclasses.replace(run, eval_prompts=5, out_dir=str(tmp_path / "run2"))
     train_sft.main(prepare(held_out))
     onward = dataclasses.replace(onward, init_from=held_out.out_dir)
     prepare(onward)
-    with refusal("run2 has learned rows"):
-        prepare(dataclasses.replace(onward, environment="test_sft:Empty"))
+    assert_refused("run2 has learned rows", prepare, dataclasses.replace(onward, environment="test_sft:Empty"))
 
 
 class Empty:

@@ -111,12 +111,10 @@ def test_the_texts_have_commands_of_every_kind():
 
 
 MODULES = {  # the user's: where the texts have them
-    "my_rewards": ("README.md", "def short("),
-    "my_tools": ("docs/tools.md", "def search("),
-    "my_game": ("docs/tools.md", "class Game"),
-    "my_tasks": ("CONTRIBUTING.md", "class Letters("),
+    "my_rewards": ("README.md", "def short("), "my_tools": ("docs/tools.md", "def search("),
+    "my_game": ("docs/tools.md", "class Game"), "my_tasks": ("CONTRIBUTING.md", "class Letters("),
     "my_losses": ("docs/algorithm.md", "def tight("),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +222,8 @@ def need(place, monkeypatch):
 def test_every_config_trains_and_evaluates(config, there, monkeypatch, capsys):
     """With rewards of 0 and 1 in every group, so that a step is taken."""
     score = Prepared.score
-    monkeypatch.setattr(
-        Prepared, "score", lambda *of: score(*of)._replace(totals=[i % 2 * 1.0 for i in range(len(of[1]))])
-    )
+    rewarded = lambda *of: score(*of)._replace(totals=[i % 2 * 1.0 for i in range(len(of[1]))])  # noqa: E731
+    monkeypatch.setattr(Prepared, "score", rewarded)
     code = run(f"{command_of(config)} --out_dir=out/of_config", monkeypatch)
     assert code == 0, capsys.readouterr().err
     [record] = [record for record in read_log("out/of_config") if record["iter"] == 0]
@@ -252,9 +249,8 @@ def test_every_command_with_several_processes_wants_them(line, there, monkeypatc
     """torchrun's options are read by its own parser; all of the run's options are good, and only processes are missing."""
     options = get_args_parser().parse_args(shlex.split(line)[1:])
     code = run(f"python {options.training_script} {shlex.join(options.training_script_args)}", monkeypatch)
-    assert (
-        code == 2 and "and 0 processes of torchrun do not fit; start several with torchrun" in capsys.readouterr().err
-    ), FOUND[line]
+    wanted = "and 0 processes of torchrun do not fit; start several with torchrun"
+    assert code == 2 and wanted in capsys.readouterr().err, FOUND[line]
 
 
 @pytest.mark.parametrize("line", NAMED, ids=str)

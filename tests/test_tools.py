@@ -122,21 +122,7 @@ def test_methods_of_an_environment():
 # The built-in tools
 
 SUMS = {"1+2*3": "7", "(1 + 2) / 4": "0.75", "0.1 + 0.2": "0.3", "1/3": "0.333333333333", " -(+3) ": "-3", "10/5": "2"}
-NO_SUMS = [
-    "",
-    "a",
-    "__import__('os')",
-    "1+",
-    "()",
-    "1,2",
-    "1 if 1 else 2",
-    "'1'*9",
-    "1j",
-    "True",
-    "...",
-    "2**2",
-    "7//2",
-]
+NO_SUMS = ["", "1 if 1 else 2", *"a __import__('os') 1+ () 1,2 '1'*9 1j True ... 2**2 7//2".split()]
 NO_SUMS += ["1<2", "9**9**9", "1" * 201, "\x00", "(" * 100, "1\n+2", "(1)(2)", "²", "1/0", "7%3", "1-~1"]
 
 
@@ -314,18 +300,14 @@ FUNCTIONS |= dict(leave=Mock(side_effect=SystemExit("bye")), later=later)
 FUNCTIONS |= dict(mute=Mock(side_effect=type("TypeError", (TypeError,), dict(__str__=lambda self: 1 / 0))))
 FUNCTIONS |= dict(none=lambda: None, text=lambda: "a\n", big=lambda: "x" * 10**7)
 CALLS = [
-    (call("ok", a=1), "[1, 0]", False),
-    (call("none"), None, False),
-    (call("text"), "a\n", False),
-    (call("big"), "x" * 10**7, False),
-    (call("later", a=5), "5", False),
-    (call("fail", a=1), str({"error": "x" * 500}), True),
-    (call("leave"), "{'error': 'bye'}", True),
+    (call("ok", a=1), "[1, 0]", False), (call("none"), None, False), (call("text"), "a\n", False),
+    (call("big"), "x" * 10**7, False), (call("later", a=5), "5", False),
+    (call("fail", a=1), str({"error": "x" * 500}), True), (call("leave"), "{'error': 'bye'}", True),
     (call("mute"), "{'error': 'TypeError'}", True),
     (call("ok"), str({"error": "ok() missing 1 required positional argument: 'a'"}), True),
     (call("later", b=1), str({"error": "later() got an unexpected keyword argument 'b'"}), True),
     (call("nothing"), f"{{'error': 'there is no tool nothing; the tools are {', '.join(FUNCTIONS)}'}}", True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tool_call, text, failed", CALLS)

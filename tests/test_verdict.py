@@ -29,10 +29,9 @@ def test_six_pairs_are_compared_as_prompts_are():
     first."""
     a, b, c = (scores_of(name, range(6), start) for name, start in (("a", 0.5), ("b", 0.6), ("c", 0.5)))
     first = [(0.5 + i / 100, 0.6 + i / 100) for i in range(6)]
-    assert verdict([*a, *b, *c]) == [
-        *("A: a", "B: b", f"B - A: pass_at_1 of 6 pairs: {said(compared(first))}"),
-        *("A: a", "B: c", f"B - A: pass_at_1 of 6 pairs: {said(compared([(x, x) for x, _ in first]))}"),
-    ]
+    better, equal = (said(compared(pairs)) for pairs in (first, [(x, x) for x, _ in first]))
+    lines = ["A: a", "B: b", f"B - A: pass_at_1 of 6 pairs: {better}"]
+    assert verdict([*a, *b, *c]) == [*lines, "A: a", "B: c", f"B - A: pass_at_1 of 6 pairs: {equal}"]
     assert "A 0.525, B 0.625, B - A +0.100 (" in verdict([*a, *b])[2]
     assert verdict([*a, *b])[2].endswith("up in 6 and down in 0, p = 0.031")
 

@@ -96,18 +96,15 @@ def run_rows(cache, config, prompts, schedule, tolerance, rotary=False):
 # (row, place, t) a slot: all begin together; two rows give way to others, whose columns hold what was there; a place
 # loses all its rows
 RAGGED = [
-    [(0, 0, 0), (1, 0, 0), (2, 2, 0), (3, 1, 0), (4, 2, 0)],
-    [(0, 0, 1), (1, 0, 1), (2, 2, 1), (3, 1, 1), (4, 2, 1)],
-    [(0, 0, 2), (5, 2, 0), (2, 2, 2), (6, 0, 0), (4, 2, 2)],
-    [(0, 0, 3), (5, 2, 1), (2, 2, 3), (6, 0, 1), (4, 2, 3)],
+    [(0, 0, 0), (1, 0, 0), (2, 2, 0), (3, 1, 0), (4, 2, 0)], [(0, 0, 1), (1, 0, 1), (2, 2, 1), (3, 1, 1), (4, 2, 1)],
+    [(0, 0, 2), (5, 2, 0), (2, 2, 2), (6, 0, 0), (4, 2, 2)], [(0, 0, 3), (5, 2, 1), (2, 2, 3), (6, 0, 1), (4, 2, 3)],
     [(0, 0, 4), (5, 2, 2), (2, 2, 4), (6, 0, 2), (4, 2, 4)],
-]
+]  # fmt: skip
 
 
 # Behind RAGGED: four rows go on; the fifth gives way once more.
-LONG_ROWS = RAGGED + [
-    [(0, 0, t), (5, 2, t - 2), (2, 2, t), (6, 0, t - 2), (4, 2, t) if t < 9 else (7, 1, t - 9)] for t in range(5, 16)
-]
+FIFTH = {t: (4, 2, t) if t < 9 else (7, 1, t - 9) for t in range(5, 16)}
+LONG_ROWS = RAGGED + [[(0, 0, t), (5, 2, t - 2), (2, 2, t), (6, 0, t - 2), row] for t, row in FIFTH.items()]
 
 
 def plain(logits, targets, temperature=1.0, n_vocab=None):

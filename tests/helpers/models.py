@@ -16,10 +16,8 @@ LLAMA = GPT2 | LLAMA | dict(bias=False, qkv_bias=True, proj_bias=True)
 SHAPES = {"gpt2": GPT2, "llama": LLAMA}
 QWEN = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, mlp="swiglu", qkv_bias=True)
 QWEN |= dict(norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6, vocab_size=272, block_size=32768)
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):

@@ -107,12 +107,10 @@ def assert_same_gradient(ours, oracle, tolerance=1e-10):
 
 
 WAYS = {
-    "none": dict(),
-    "block": dict(checkpoint_blocks="block"),
-    "selective": dict(checkpoint_blocks="selective"),
+    "none": dict(), "block": dict(checkpoint_blocks="block"), "selective": dict(checkpoint_blocks="selective"),
     "block, offload": dict(checkpoint_blocks="block", activation_offload=True),
     "selective, offload": dict(checkpoint_blocks="selective", activation_offload=True),
-}
+}  # fmt: skip
 
 
 def as_on_cuda(multiple=MULTIPLE):

@@ -34,11 +34,9 @@ CHECK = "def check(candidate):\n    import math\n    assert True\n    for i in r
 CHECK = f"LIMIT = 5\n\n{CHECK}    y = candidate(half(2))\n    assert y == math.floor(2.5)\n    assert f(LIMIT) == 6\n"
 HUMAN_EVAL = dict(task_id="T/0", prompt=HEAD, entry_point="f", canonical_solution=BODY, test=CHECK)
 MBPP = dict(
-    text="Add one.",
-    code=f"def f(x):\n{BODY}",
-    test_list=["assert f(1) == 2", "assert floor(f(4)) == 5"],
+    text="Add one.", code=f"def f(x):\n{BODY}", test_list=["assert f(1) == 2", "assert floor(f(4)) == 5"],
     test_setup_code="from math import floor",
-)
+)  # fmt: skip
 
 
 is_installed = importlib.util.find_spec("reasoning_gym") is not None

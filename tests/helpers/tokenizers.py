@@ -24,10 +24,8 @@ def texts(count, seed=1, spelled=True):
     rng = random.Random(seed)
     words = ["".join(rng.choices(rng.choice(SCRIPTS), k=rng.randrange(1, 7))) for _ in range(400)]
     kinds = [words, words, AWKWARD, SPELLED if spelled else words]
-    return [
-        "".join(rng.choice(["", " ", " "]) + rng.choice(rng.choice(kinds)) for _ in range(rng.randrange(1, 12)))
-        for _ in range(count)
-    ]
+    word = lambda: rng.choice(["", " ", " "]) + rng.choice(rng.choice(kinds))  # noqa: E731
+    return ["".join(word() for _ in range(rng.randrange(1, 12))) for _ in range(count)]
 
 
 def trained(model, trainer, special=(), bos=(), eos=(), **parts):
