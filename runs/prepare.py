@@ -1,9 +1,9 @@
 """Everything a run needs that can be checked before torch is imported: bad input is answered within a second.
 
-`prepare` finds the checkpoint to resume, init_from and the teacher, compares their bytes with their checksums, or
-downloads a model; it looks up the task, the tokenizer, the model's shape and the reward functions, and refuses what
-does not fit together. It loads no tensors and writes nothing. If grpo.py has to make its warm start first, that is
-prepared, too.
+`prepare` finds the checkpoint to resume, init_from and the teacher. It compares their files with their checksums, or
+downloads a model. It looks up the task, the tokenizer, the model's shape and the reward functions, and refuses what
+does not fit together. It loads no tensors and writes nothing. If grpo.py has to train its warm start first, `prepare`
+prepares the warm start too.
 """
 
 import filecmp
@@ -51,7 +51,7 @@ from snug.tokenizer import Tokenizer, get_tokenizer
 
 SHAPE = list(fields(ModelOptions))
 CALLED = ["tools", "environment"]
-OF_DEMONSTRATIONS = {"demonstration_noise", "tokenizer"}  # a warm start's own
+OF_DEMONSTRATIONS = {"demonstration_noise", "tokenizer"}  # a warm start sets its own
 ADAPTERS = {"lora_rank", "lora_alpha", "lora_target_modules", "base_dtype"}
 
 
@@ -61,22 +61,22 @@ class Prepared:
     task: Task
     tokenizer: Tokenizer
     shape: dict  # GPTConfig's keywords
-    # Of the training and of evaluations; empty: SFT of a task that scores nothing.
+    # For training and evaluations; empty: SFT of a task that scores nothing.
     reward_funcs: list[Callable]
-    reward_weights: list[float]  # of reward_funcs
+    reward_weights: list[float]  # one for each of reward_funcs
     # The SFT run that makes init_from, if that is missing or not finished.
     warm_start: "Prepared | None" = None
     resume: Checkpoint | None = None  # the checkpoint in out_dir to continue from
     origin: Checkpoint | None = None  # the initial or reference weights
     teacher: Checkpoint | None = None
-    global_step: int = 0  # of the run, for reward functions
-    toolbox: Toolbox | None = None  # what the model may call
+    global_step: int = 0  # the run's iteration, for reward functions
+    toolbox: Toolbox | None = None  # tools that the model may call
     on_iteration: Callable | None = None
-    held_out_loss: Callable | None = None  # SFT's: of a Training -> entries of the log
+    held_out_loss: Callable | None = None  # SFT: a Training -> entries for the log
 
     @property
     def is_pretrained(self) -> bool:
-        """Do the weights come from a Hugging Face model, perhaps by other runs?"""
+        """Do the weights come from a Hugging Face model, perhaps through other runs?"""
         first = self.warm_start or self
         source = first.resume or first.origin
         return bool(source) and source.state.get("pretrained", is_pretrained(source.path))
@@ -94,19 +94,19 @@ class Prepared:
         )
 
     def encode(self, prompt, cut=True, special=True) -> list[int]:
-        """Text or messages -> the last max_prompt_length ids; all if that is 0, or without `cut`. Raises SnugError for
-        messages that would be cut."""
+        """Text or messages -> the last max_prompt_length ids; all ids if max_prompt_length is 0 or `cut` is False.
+        Raises SnugError for messages with more ids."""
         ids = self.tokenizer.encode_prompt(prompt, special=special)
         most = self.settings.max_prompt_length
         if 0 < most < len(ids) and not isinstance(prompt, str):
             raise SnugError(
-                f"max_prompt_length={most} cuts a prompt of {len(ids)} tokens in its chat template; raise it, or drop "
-                "such rows: --drop_long_prompts"
+                f"max_prompt_length={most} would cut a chat prompt of {len(ids)} tokens; raise it, or drop such rows: "
+                "--drop_long_prompts"
             )
         return ids[-most:] if cut else ids  # [-0:] is all
 
     def longest(self):
-        """-> tokens of the longest prompt and of the longest completion."""
+        """-> how many tokens the longest prompt has, and the longest completion."""
         settings = self.settings
         prompt, answer = self.task.longest(partial(self.encode, cut=False))
         prompt, completion = settings.max_prompt_length or prompt, settings.max_new_tokens or answer + 1
@@ -166,7 +166,7 @@ def prepare(
 
 
 def find_resume(settings):
-    """-> (the checkpoint of the run that goes on, its settings); None and None if no run goes on. Raises SnugError."""
+    """-> (the checkpoint to resume, the settings of its run), or (None, None) for a new run. Raises SnugError."""
     folder = settings.out_dir if settings.resume == "auto" else settings.resume
     if folder == "never" or settings.resume == "auto" and not checkpoints(folder):
         return None, None
@@ -183,21 +183,21 @@ def find_resume(settings):
 
 
 def continued(settings, chosen: Set[str], before, folder: str):
-    """A run that goes on has its own options, but for those that are chosen now or differ from the defaults."""
+    """A resumed run keeps its options, except those that are chosen now or now differ from the defaults."""
     defaults = vars(type(settings)())
     given = {name: value for name, value in vars(settings).items() if value != defaults[name]}
     given |= {name: getattr(settings, name) for name in chosen}
     refuse_others(folder, differences(before, settings, ["task"] if "task" in given else []))
     values = vars(before) | given | dict(out_dir=folder, resume="auto")
-    for name in "parallel", "num_processes":  # of this machine
+    for name in "parallel", "num_processes":  # they belong to this machine
         values[name] = getattr(settings, name)
-    return make_settings(before.without_task, "", values)[0]  # refuses what is no choice now
+    return make_settings(before.without_task, "", values)[0]  # refuses old values
 
 
 def resolve_names(settings, before):
-    """-> (settings with init_from and teacher as with_commit says; the config of the warm start, if init_from is one).
+    """-> (settings with commits in init_from and teacher, see with_commit; the warm start's config or "").
 
-    Raises SnugError if there is no reference, or if a new run would move init_from or the teacher away."""
+    Raises SnugError if beta has no reference, or if init_from or the teacher is in out_dir: a new run would move it."""
     config = ""
     if isinstance(settings, GRPOSettings) and settings.init_from.endswith(".py"):
         config = settings.init_from
@@ -218,7 +218,7 @@ def resolve_names(settings, before):
 
 
 def with_commit(settings, option: str, before):
-    """init_from or teacher; of a model on the hub with its newest commit. A run that goes on keeps its commit."""
+    """-> init_from or teacher; a model on the hub with its newest commit. A resumed run keeps its commit."""
     name, was = getattr(settings, option), getattr(before, option, "")
     if not name or was.startswith(f"{name}@"):
         return was
@@ -230,10 +230,11 @@ def with_commit(settings, option: str, before):
 
 
 def resolve_lengths(prepared: Prepared, chosen: Set[str]):
-    """The options of the shape get the model's values, for settings.json; a smaller block_size is the user's. A new
-    run of a pretrained model has a max_new_tokens of PRETRAINED_LENGTH, at most half of block_size.
+    """Set the options that follow from the model. Options of the shape get the model's values, for settings.json,
+    except a smaller block_size of the user. A new run of a pretrained model gets max_new_tokens=PRETRAINED_LENGTH, at
+    most half of block_size, and a learning rate.
 
-    Drops long prompts, if asked to. No held-out prompt is evaluated twice.
+    Drops long prompts, if the settings say so. Lowers eval_prompts to the number of held-out prompts.
     """
     shape, task = prepared.shape, prepared.task
     values = {name: shape[name] for name in SHAPE if name in shape}
@@ -259,15 +260,15 @@ def find_weights(name: str, settings) -> Checkpoint:
 
 
 def find_teacher(prepared: Prepared) -> Checkpoint:
-    """Find the teacher. Raises SnugError if it is missing, or if its ids mean other texts."""
+    """Find the teacher. Raises SnugError if it is missing, has another tokenizer, or is too small for the sequences."""
     name, tokenizer, length = prepared.settings.teacher, prepared.tokenizer, sum(prepared.longest())
     teacher = find_weights(name, prepared.settings)
     theirs, shape = tokenizer_of(teacher), teacher.state["model_config"]
     same = theirs.backend.get_vocab() == tokenizer.backend.get_vocab()
     if not same or shape["vocab_size"] < tokenizer.n_vocab or shape["block_size"] < length:
         raise SnugError(
-            f"teacher={name} has the tokenizer {theirs.name}, {shape['vocab_size']} ids and {shape['block_size']} "
-            f"tokens; the run needs {tokenizer.name}, {tokenizer.n_vocab} and {length}"
+            f"teacher={name} has tokenizer {theirs.name}, {shape['vocab_size']} ids, block_size={shape['block_size']}; "
+            f"the run needs {tokenizer.name}, {tokenizer.n_vocab} and {length}"
         )
     return teacher
 
@@ -275,7 +276,7 @@ def find_teacher(prepared: Prepared) -> Checkpoint:
 def find_origin(settings, resume: Checkpoint | None, config: str):
     """-> (the initial or reference weights, the warm start that makes them); each may be None. Raises SnugError.
 
-    config: of the warm start, if init_from named it.
+    config: the warm start's config, if init_from named one.
     """
     origin = warm_start = None
     init_from = settings.init_from
@@ -311,23 +312,23 @@ def find_origin(settings, resume: Checkpoint | None, config: str):
 
 
 def differences(before, settings, names) -> list[str]:
-    """Options that were others before, in words."""
+    """The options whose values differ, in words."""
     pairs = {name: (getattr(before, name, None), getattr(settings, name)) for name in names}
     return [f"{name} was {was!r}, is {now!r}" for name, (was, now) in pairs.items() if was != now]
 
 
 def refuse_others(folder: str | Path, differ: list[str]):
-    """Raises SnugError if a run, or the warm start of another one, would go on with others."""
+    """Raises SnugError if options differ, so that a run or a warm start cannot go on."""
     if differ:
         raise SnugError(
-            f"{folder} cannot go on with other options: {'; '.join(differ)}; put it back, or move the folder away"
+            f"{folder} cannot go on with other options: {'; '.join(differ)}; restore them, or move the folder away"
         )
 
 
 def refuse_changes(settings, task: Task, resume: Checkpoint, before):
-    """A resumed run keeps its task, its data, its adapters and its model. Raises SnugError.
+    """Raises SnugError if a resumed run would get another task, other data, other adapters or another model.
 
-    Weights that are not where they were may have moved to init_from. Of adapters' base base_of asks."""
+    Weights that are gone from their place may be in the new init_from. For adapters base_of compares them."""
     names = {*settings.of_task(), *CALLED} - {"tokenizer"}
     names |= {"assistant_turns"} & vars(settings).keys()
     if settings.lora_rank or before.lora_rank:
@@ -338,7 +339,7 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
             names.add("init_from")
     differ = differences(before, settings, sorted(names))
     if task.fingerprint() != resume.state["data"]:
-        differ.append("data_file, test_file, eval_prompts=0 or the generators' package has changed")
+        differ.append("data_file, test_file, eval_prompts=0 or the task's package has changed")
     refuse_others(resume.path, differ)
 
 
@@ -375,10 +376,10 @@ def shape_and_tokenizer(
 
 
 def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_name: str, source):
-    """Shape and tokenizer come from `source`; the options that the user chose must agree. Raises SnugError."""
+    """Shape and tokenizer come from `source`; the options that the user chose must agree with it. Raises SnugError."""
     for name in sorted(chosen & {*SHAPE}):
         value = getattr(settings, name)
-        smaller = name == "block_size" and value < expected[name]  # refuse_lengths holds to it
+        smaller = name == "block_size" and value < expected[name]  # refuse_lengths checks it
         default = value == 0 and type(value) is int  # such as n_hidden: as many as the shape has
         if value != expected[name] and not smaller and not default:
             raise SnugError(f"{name}={value!r}, but {source} has {expected[name]!r}; leave {name} out")
@@ -391,7 +392,7 @@ def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_
 
 def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed: bool):
     """-> the functions that score completions, and their weights: the user's and the environment's, or else the task's.
-    Raises SnugError if there are none, but they are needed."""
+    Raises SnugError if functions are needed and there are none."""
     own = toolbox.reward_functions() if toolbox else []
     if settings.reward_funcs or own:
         [row] = task.prompts("train", [0])

@@ -294,7 +294,7 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
     file = tmp_path / "tokenizer/tokenizer.json"
     file.write_text(file.read_text().replace('"normalizer":null', '"normalizer":{"type":"NFC"}'))
     for name, value, said in (
-        ("init_from", f"{tmp_path}/other", f"init_from was '{sft.out_dir}', is '{tmp_path}/other'; put it back, or"),
+        ("init_from", f"{tmp_path}/other", f"init_from was '{sft.out_dir}', is '{tmp_path}/other'; restore them, or"),
         ("n_layer", 3, "n_layer=3, but .*checkpoint-000001 has 1; leave n_layer out"),
         ("tokenizer", f"{tmp_path}/tokenizer", "but .*checkpoint-000001 has 'bytes'; leave tokenizer out"),
         ("digits", 3, "cannot go on with other options: digits was 2, is 3"),
@@ -323,5 +323,5 @@ def test_a_run_of_several_processes_goes_on_alone_and_a_warm_start_of_another_ta
     config = tmp_path / "warm.py"
     config.write_text(f"out_dir = {sft.out_dir!r}\nmax_iters = 1\n")
     words = [f"--init_from={config}", f"--out_dir={tmp_path / 'new'}", f"--digits={sft.digits + 1}"]
-    with refusal(f"sft cannot go on with other options: digits was {sft.digits}, is {sft.digits + 1}; put"):
+    with refusal(f"sft cannot go on with other options: digits was {sft.digits}, is {sft.digits + 1}; restore"):
         prepare(*read_settings(GRPOSettings, words)[:2])

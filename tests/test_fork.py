@@ -107,7 +107,7 @@ def test_a_fork_goes_on_where_it_stopped(made, started, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     "words, said",
     {
-        "--digits=3": "cannot go on with other options: digits was 2, is 3; put it back",
+        "--digits=3": "cannot go on with other options: digits was 2, is 3; restore them",
         "--at=2 --plan": "a branch trains; leave out plan$",
         "--at=1": "grpo has no checkpoint after 1 iterations, but after 2, 3, 4$",
         "--learning_rate=0.01": "grpo ends after 4 iterations; go on: --max_iters=24$",

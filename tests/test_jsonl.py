@@ -348,15 +348,15 @@ def test_messages_are_not_cut(tmp_path):
     options |= dict(n_layer=1, n_embd=16, batch_size=8, group_size=2, max_iters=1, max_new_tokens=4, eval_prompts=0)
     path = long_rows(tmp_path, long=range(0, 50, 2))  # 25 of 50 prompts have 30 bytes, the others 2 or 3
     run = GRPOSettings(task="jsonl", data_file=path, max_prompt_length=20, **options)
-    message = "max_prompt_length=20 cuts a prompt of 47 tokens in its chat template; raise it, or drop"
+    message = "max_prompt_length=20 would cut a chat prompt of 47 tokens; raise it, or drop"
     assert_refused(message, prepare, run)
     prepare(dataclasses.replace(run, max_prompt_length=47))
     assert len(prompts_of(prepare(dataclasses.replace(run, drop_long_prompts=True)))) == 25
     made = GRPOSettings(task="addition", max_prompt_length=26, **options)
-    assert_refused("max_prompt_length=26 cuts a prompt of 27 tokens", main, prepare(made))
+    assert_refused("max_prompt_length=26 would cut a chat prompt of 27 tokens", main, prepare(made))
     evaluation = prepare(dataclasses.replace(made, max_prompt_length=0))
     evaluation.settings.max_prompt_length = 20
-    assert_refused("cuts a prompt", evaluation.encode, evaluation.task.prompts("test", [0])[0]["prompt"])
+    assert_refused("would cut a chat prompt", evaluation.encode, evaluation.task.prompts("test", [0])[0]["prompt"])
 
 
 def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
@@ -376,9 +376,9 @@ def test_a_run_without_evaluations_needs_no_held_out_row(tmp_path, capsys):
     assert_refused("no row is held out; give --prompt=", sample.main, SampleSettings(), set(), sft.out_dir)
     prepare(dataclasses.replace(sft, resume="auto"))
     written(tmp_path, [*GOOD, {"prompt": "x", "answer": 1}])
-    with refusal("data_file, test_file, eval_prompts=0 or .* has changed; put it back"):
+    with refusal("data_file, test_file, eval_prompts=0 or .* has changed; restore them"):
         prepare(dataclasses.replace(sft, resume="auto", eval_prompts=5))
-    with refusal("data_file, test_file, eval_prompts=0 or .* has changed; put it back"):
+    with refusal("data_file, test_file, eval_prompts=0 or .* has changed; restore them"):
         prepare(dataclasses.replace(sft, resume="auto"))
 
 

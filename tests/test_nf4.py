@@ -285,7 +285,7 @@ def test_a_run_moves_adapters_alone(half, sft, tmp_path, varied_rewards):
             expected = value.bfloat16().float()
         assert torch.equal(trained[name], expected), name
     assert all(module.lora_B.any() for module in lora.adapted(run))
-    with pytest.raises(SnugError, match="base_dtype was 'nf4', is ''; put it back"):
+    with pytest.raises(SnugError, match="base_dtype was 'nf4', is ''; restore them"):
         run_grpo(sft, tmp_path / "run", *LORA, *options, "--resume=auto", "--base_dtype=")
 
 

@@ -365,8 +365,8 @@ def test_other_vocabularies_are_refused(places, tmp_path):
         assert "; the run needs bytes, 257" in said
         swapped["added_tokens"].append(dict(swapped["added_tokens"][0], id=257, content="<more>"))
     for name, sizes, problem in (
-        ("few", dict(vocab_size=200, block_size=64), "200 ids and 64 tokens; the run needs bytes, 257"),
-        ("short", dict(vocab_size=257, block_size=14), "257 ids and 14 tokens; the run needs bytes, 257 and"),
+        ("few", dict(vocab_size=200, block_size=64), "200 ids, block_size=64; the run needs bytes, 257"),
+        ("short", dict(vocab_size=257, block_size=14), "257 ids, block_size=14; the run needs bytes, 257 and"),
     ):
         save_pretrained(make_model("gpt2", **sizes), tmp_path / name, student.tokenizer)
         assert problem in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / name))
