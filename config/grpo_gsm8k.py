@@ -4,8 +4,8 @@
         https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl
     python grpo.py config/grpo_gsm8k.py --init_from=Qwen/Qwen2.5-0.5B-Instruct
 
-A larger model with LoRA: add --lora_rank=16 --learning_rate=1e-5 --param_dtype=bfloat16. A base model has no chat
-template: add --chat=false. Sizes and rates are those that others use; none of them was tuned here. Twenty
+A larger model with LoRA: add --lora_rank=16 --param_dtype=bfloat16. A base model has no chat
+template: add --chat=false. Sizes are those that others use; none of them was tuned here. Twenty
 iterations of 32 completions on two CPU cores taught a 0.5B model nothing (docs/results.md, Code).
 """
 
@@ -19,7 +19,7 @@ max_iters = 200
 batch_size = 16
 group_size = 8
 max_new_tokens = 400
-learning_rate = 1e-6
+
 warmup_iters = 10
 eval_prompts = 200
 save_interval = 20
