@@ -187,7 +187,7 @@ PRODUCTS = [(1, [40], 64, 0), (5, [17, 3, 9], 1088, 3), (64, [33], 1600, 16), (7
 
 
 @in_kernels
-@pytest.mark.parametrize("programs", [264, 1])
+@pytest.mark.parametrize("programs", [nf4.PROGRAMS, 1])
 @pytest.mark.parametrize("n, rows, columns, rank", PRODUCTS)
 def test_nf4_product_is_exact_but_for_one_rounding(n, rows, columns, rank, programs, monkeypatch):
     """Against float64 with W in float16: the sum in float32 is off by columns * 2^-24 of its size, then it is rounded."""

@@ -49,8 +49,9 @@ TABLE = [
 PIECE = 2**14  # blocks that plain torch takes at a time; to dequantize a value takes 6 bytes meanwhile
 ROWS = 16  # blocks of a kernel's program: 8 values a lane
 FEW = 128  # rows of x for `product`: for more, tensor cores make up for a dequantized W
-# Of `product`, two for each of an H200's 132 multiprocessors: with fewer tiles, W's rows are split among programs.
-PROGRAMS = 264
+# Of `product`, times their rows of x: 8, 4 or 2 for each of an H200's 132 multiprocessors with 16, 32 or 64 rows. With
+# fewer tiles, W's rows are split among programs.
+PROGRAMS = 132 * 128
 
 if triton is not None:
 
@@ -141,8 +142,8 @@ if triton is not None:
         RANK: constexpr,
     ):
         """One program per ROWS rows of W, M rows of x, and `chunk` blocks of W's rows. codes are of `rows` rows of W,
-        from `start` on. A byte has two columns of W, an even and an odd one: each meets its own of x, in two products.
-        The bytes of the next block are read before this block's product.
+        from `start` on. The bytes of the next block are read before this block's product. Numbers are looked up in
+        shared memory: from global memory each would take an address, and that is half of the loop.
         """
         row, m = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2) * M + tl.arange(0, M)
         in_w, in_x = row < rows, m < n
@@ -151,15 +152,15 @@ if triton is not None:
         block = row.to(tl.int64) * (columns // 64)
         total = tl.zeros([ROWS, M], tl.float32)
         byte, scale = read_blocks(codes, scales, scale_map, scale_scales, offset, block + first, in_w)
+        numbers = tl.load(pairs + tl.arange(0, 16) * 2 + 1)
         for i in range(first, end):
             of_x = x + m[:, None] * columns + i * 64 + tl.arange(0, 64)
-            even, odd = tl.split(tl.load(of_x, in_x[:, None]).reshape(M, 32, 2))
+            values = tl.load(of_x, in_x[:, None])
             more = in_w & (i + 1 < end)
             ahead = read_blocks(codes, scales, scale_map, scale_scales, offset, block + i + 1, more)
-            low = (tl.load(pairs + byte // 16 * 2 + 1) * scale).to(even.dtype)
-            total = tl.dot(low, even.trans(), total)
-            high = (tl.load(pairs + byte % 16 * 2 + 1) * scale).to(odd.dtype)
-            total = tl.dot(high, odd.trans(), total)
+            code = tl.join(byte // 16, byte % 16).to(tl.int32).reshape(ROWS * 64)
+            w = tl.gather(numbers, code, 0).reshape(ROWS, 64) * scale
+            total = tl.dot(w.to(values.dtype), values.trans(), total)
             byte, scale = ahead
         total, last = sum_parts(total, parts, counters, splits)
         row += start
@@ -349,7 +350,7 @@ def product(x, weight, bias=None, residual=None, h=None, B=None, alpha=1.0):
     for start, end, part in weight.by_rows():
         tiles = triton.cdiv(end - start, tile)
         # A program has at least 8 blocks of a row.
-        chunk = triton.cdiv(blocks, max(1, min(PROGRAMS // (tiles * batches), blocks // 8)))
+        chunk = triton.cdiv(blocks, max(1, min(PROGRAMS // (M * tiles * batches), blocks // 8)))
         splits = triton.cdiv(blocks, chunk)
         parts = x.new_empty(splits if splits > 1 else 0, batches * tiles, tile, M, dtype=torch.float32)
         launch(
