@@ -75,6 +75,11 @@ class RunOptions:
         "with torchrun; ddp: each process has the model; fsdp: a shard of it",
         choices=("none", "ddp", "fsdp"),
     )
+    kernels: str = option(
+        "auto",
+        "auto: Triton's where they are right on this GPU; torch: none, and no CUDA graphs",
+        choices=("auto", "torch"),
+    )
     enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
     resume: str = option(
         "never",

@@ -20,15 +20,15 @@ from snug import lora
 from snug.device.host import stream_from_host
 from snug.device.kinds import is_planned
 from snug.device.pick import pick_device, with_dtype
-from snug.kernels import warn_without_kernels
 from snug.kernels.layers import hold_in_nf4
 from snug.kernels.nf4 import weights_of
 from snug.lora import trained
-from snug.options import SnugError, in_one_line
+from snug.options import SnugError, in_one_line, note
 from snug.options.progress import counted
 from snug.pretrained.shapes import is_pretrained, stored_dtype
 from snug.pretrained.tensors import opened, read_weights
 from snug.tokenizer import Tokenizer
+from snug.trust import choose_kernels
 
 
 class Run(NamedTuple):
@@ -48,12 +48,11 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     path, state = checkpoint.path, checkpoint.state
     settings, tokenizer = settings_of(checkpoint), tokenizer_of(checkpoint)
     device = pick_device(device)
-    if device.type == "cuda":
-        warn_without_kernels()
     settings = with_dtype(settings, device.type)
     if is_pretrained(path) and settings.dtype == stored_dtype(state["weights"][0]) == "bfloat16":
         settings.param_dtype = "bfloat16"
     shape = state["model_config"] | {"n_vocab": tokenizer.n_vocab}
+    choose_kernels(settings, shape, device.type, note)
     model = make_model(
         shape, device, settings.param_dtype, initialise=False, base_dtype=settings.base_dtype
     )

@@ -346,8 +346,8 @@ def refuse_changes(settings, task: Task, resume: Checkpoint, before):
 def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
     """The SFT run of this config on this run's task, seed, device and dtype, resumed if it stopped. Raises
     SnugError."""
-    names = {"seed", "device", "parallel", "dtype", "enforce_eager", "plan", *settings.of_task()}
-    names -= OF_DEMONSTRATIONS
+    names = {"seed", "device", "parallel", "dtype", "kernels", "enforce_eager", "plan"}
+    names |= {*settings.of_task()} - OF_DEMONSTRATIONS
     names |= {"memory_budget_gb"} if settings.memory_budget_gb else set()
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
     return prepare(*make_settings(SFTSettings, config, values))

@@ -49,7 +49,7 @@ def twin(monkeypatch):
     def twin(*arguments):
         *tensors, numbers, key, first = arguments
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "uses_triton", lambda _: False)
+            patch.setattr(module, "uses_triton", lambda *_: False)
             kept = tensors[0] if tensors[4] is None else tensors[4]
             original(*tensors[:4], kept, tuple(numbers), key, first, new_scratch(kept))
 

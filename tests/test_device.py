@@ -13,16 +13,13 @@ import training.loop
 from helpers.errors import refusal
 from helpers.models import DEVICE
 from helpers.runs import refused
-from interpreted import compiles, resources_of
 from runs.prepare import prepare
 from settings import GRPOSettings
 from snug import kernels
 from snug.device import cuda
 from snug.device.cpu import stays_float32
-from snug.device.host import Ledger
-from snug.device.kinds import MIB, PlanningMode, kind_planned, upload
+from snug.device.kinds import MIB, kind_planned, upload
 from snug.device.pick import pick_device, with_dtype
-from snug.kernels import uses_triton, why_no_kernels
 from snug.logprobs.head import ALREADY_ADDED
 from snug.memory import MemoryMeter, fit
 from snug.options import SnugError
@@ -37,7 +34,6 @@ SMALL = dict(digits=1, n_layer=1, n_embd=16, batch_size=2, eval_prompts=0)
 def h100(monkeypatch):
     """A CUDA device that torch can use. Its tensors are on the CPU."""
     zeros, (products, attention) = torch.zeros, switches()
-    why_no_kernels.cache_clear()
     answers = dict(is_available=True, init=None, device_count=1, set_device=None, get_device_name="NVIDIA H100")
     for name, answer in (answers | dict(get_device_capability=(9, 0))).items():
         monkeypatch.setattr(torch.cuda, name, Mock(return_value=answer))
@@ -47,7 +43,6 @@ def h100(monkeypatch):
     torch.backends.cuda.matmul.fp32_precision = products
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     torch.backends.cuda.enable_cudnn_sdp(attention)
-    why_no_kernels.cache_clear()
 
 
 def switches():
@@ -199,63 +194,6 @@ def test_amd_gets_no_option_that_its_triton_lacks(monkeypatch):
         assert seen[3].keys() | seen[5].keys() <= HIPOptions.__dataclass_fields__.keys() | {"M"}
 
 
-# Kernels that cannot be built
-
-
-@pytest.fixture
-def triton_driver(h100, tmp_path):
-    """Triton builds its launcher anew, as on a new machine."""
-    from triton.backends.nvidia import driver
-    from triton.runtime import build
-
-    h100.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    h100.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
-    yield h100
-    driver.libcuda_dirs.cache_clear()
-    driver.library_dirs.cache_clear()
-    getattr(build, "_find_compiler", driver.library_dirs).cache_clear()  # from Triton 3.9 on
-
-
-@pytest.mark.skipif(kernels.triton is None, reason="without Triton nothing is built")
-@pytest.mark.parametrize("compiler", ["/bin/false", "nowhere"])
-def test_what_keeps_triton_from_its_first_kernel_is_told_in_one_line(triton_driver, compiler):
-    triton_driver.setenv("CC", compiler)
-    why = why_no_kernels()
-    assert compiler in why and why.endswith("(Triton needs gcc and python3-dev)") and "\n" not in why
-
-
-def test_without_kernels_plain_torch_runs_and_is_planned(h100, capsys):
-    h100.setattr(kernels, "why_no_kernels", lambda: "Triton needs a C compiler")
-    kernels.warn_without_kernels()
-    said = capsys.readouterr().err
-    assert said.startswith("warning: without kernels and CUDA graphs")
-    assert said.endswith(": Triton needs a C compiler\n")
-    h100.setattr(kernels, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False))))
-    with PlanningMode("cuda", Ledger()):
-        planned = torch.empty(3)
-    for why in ("", "Triton needs a C compiler"):
-        h100.setattr(kernels, "why_no_kernels", lambda why=why: why)
-        assert uses_triton(planned) == (why == "") and not uses_triton(torch.empty(3))
-
-
-def test_a_machine_without_a_gpu_plans_with_kernels(monkeypatch):
-    why_no_kernels.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kernels, "triton", SimpleNamespace())
-    assert why_no_kernels() == ""
-    why_no_kernels.cache_clear()
-    monkeypatch.setattr(kernels, "triton", None)
-    assert why_no_kernels() == "Triton is missing (pip install triton)"
-    why_no_kernels.cache_clear()
-
-
 def test_a_message_from_the_device_is_short_enough():
     """torch._assert_async refuses longer ones, on CUDA only."""
     assert len(ALREADY_ADDED) < 255
-
-
-@compiles
-@pytest.mark.skipif(kernels.triton is None, reason="nothing to compile with")
-def test_the_smallest_kernel_compiles(tmp_path):
-    resources, _ = resources_of(kernels.smallest_kernel, 90, {}, {}, [], 1, tmp_path)
-    assert resources["REG"] > 0

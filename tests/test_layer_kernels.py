@@ -391,7 +391,7 @@ def test_compiled_nf4_rounds_as_its_twin(capability, dtype, tmp_path, monkeypatc
     """It multiplies, rounds, adds and rounds: there is no fused product in the binary, as there is without the option
     that the launch gives. That GPUs round alike is not tested without one."""
     options, out, kernel = {}, torch.empty(32, 64), nf4.dequantize_kernel
-    monkeypatch.setattr(nf4, "uses_triton", lambda _: True)
+    monkeypatch.setattr(nf4, "uses_triton", lambda *_: True)
     monkeypatch.setattr(nf4, "launch", lambda kernel, grid, *_, **given: options.update(given, grid=grid))
     matrix = NF4((32, 64), "cpu")
     matrix.copy_(torch.randn(32, 64))

@@ -33,13 +33,13 @@ from runs.saver import Saver
 from snug.device.pick import pick_device, with_dtype
 from snug.device.processes import ONE_PROCESS
 from snug.home import command
-from snug.kernels import warn_without_kernels
 from snug.kernels.nf4 import weights_of
 from snug.lora import trained
 from snug.memory import Limits, MemoryMeter
 from snug.memory.fit import apply, show
 from snug.memory.plan import kind_planned
 from snug.options.progress import phase, say
+from snug.trust import choose_kernels
 from training import parallel
 from training.dry_run import DryRun
 from training.optimizer import make_optimizer
@@ -57,26 +57,25 @@ def run(prepared, title, iterate) -> bool:
     if kind == "mps":
         replace(settings, device=kind).check()  # "auto" may have chosen it
     if settings.plan:
-        if kind == "cuda":
-            warn_without_kernels()  # the plan is without them too
-        say(show(rehearse, with_dtype(settings, kind)))
+        settings = with_dtype(settings, kind)
+        choose_kernels(settings, prepared.shape, kind, say)  # the plan is without the others, too
+        say(show(rehearse, settings))
         return True
     processes = parallel.start(settings)
     device = pick_device(processes.device(settings.device))
-    if kind == "cuda":
-        warn_without_kernels()
     with processes:
         settings = with_dtype(settings, device.type)
+        facts = choose_kernels(settings, prepared.shape, device.type, say, processes)
         prepared.settings = processes.first(apply(rehearse, settings, device, say))
         with ExitStack() as stack:
             # If rank 0 is refused, all end.
             lock = locked(settings.out_dir)
             processes.from_all_ranks(lambda: None if processes.rank else stack.enter_context(lock))
-            return train(prepared, title, iterate, device, processes)
+            return train(prepared, title, iterate, device, processes, facts)
 
 
-def train(prepared, title, iterate, device, processes):
-    """-> False if it was stopped."""
+def train(prepared, title, iterate, device, processes, facts):
+    """-> False if it was stopped. facts: from `choose_kernels`."""
     settings, resume = prepared.settings, prepared.resume
     # The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any.
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -94,7 +93,11 @@ def train(prepared, title, iterate, device, processes):
         if resume is None and not quiet and is_used:
             moved = move_aside(folder)
         make_log = NoLog if quiet else RunLog
-        with make_log(settings, title, start, device=device.type, parameters=size_of(model)) as log:
+        with make_log(
+            settings, title, start, device=device.type, parameters=size_of(model), **facts
+        ) as log:
+            for warning in facts.values():
+                log.to_file(warning)
             constants = {"data": prepared.task.fingerprint(), "pretrained": prepared.is_pretrained}
             if settings.lora_rank:
                 constants["base"] = base_record(prepared.origin)

@@ -34,7 +34,6 @@ from snug.decoding.kvcache import KVCache
 from snug.decoding.recorder import Recorder
 from snug.decoding.turns import Turns
 from snug.device.kinds import kind_of, upload
-from snug.kernels import uses_triton
 from snug.memory.ledger import unwatched
 from snug.options import SnugError
 from snug.options.progress import counted, phase
@@ -107,7 +106,7 @@ class DecodeBatch:
         self.prompts_at_once = max(1, PREFILL_TOKENS[self.kind] // width)
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses that were recorded. In plain torch they change with every step.
-        records = cuda_graphs and uses_triton(self.cache.prompt)
+        records = cuda_graphs and self.cache.kernel
         self.recorder = Recorder(self.device) if records else None
         # On the device, per slot: its sequence, the number of its latest token, this token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)

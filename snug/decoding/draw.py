@@ -98,7 +98,7 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     what is computed from them take chunk_mb MiB (0: see logits_budget).
     """
     N, vocab_size = len(hidden), model.config.vocab_size
-    if temperature > 0 and uses_triton(hidden):
+    if temperature > 0 and uses_triton(hidden, "draw"):
         draw, row_bytes = draw_triton, vocab_size * hidden.element_size()
     else:  # three float32 rows at a time: logits, log-probs, probabilities
         draw, row_bytes = draw_torch, vocab_size * 12

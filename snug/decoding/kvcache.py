@@ -70,7 +70,8 @@ class KVCache:
         self.reply = None  # what the next forward needs to read replies; None: it reads none
         # For the kernel: its constants, tiles_of, and how many parts of each query's softmax are stored
         # (attention.join).
-        if uses_triton(self.prompt):
+        self.kernel = None
+        if uses_triton(self.prompt, "decode"):
             heads = config.n_head, config.n_kv_head, config.head_size
             self.kernel = attention.kernel_shape(*heads, dtype.itemsize, group_size)
             self.clear(slots, width)
@@ -119,7 +120,7 @@ class KVCache:
         self.prefill_slots = None
         active = prompt_slot >= 0
         first = prompt_slot[active].min()
-        if uses_triton(self.prompt):
+        if self.kernel:
             readers = np.where(active, prompt_slot, first)
             table = tiles_of(readers, self.prompt.shape[2], self.kernel["TILE"])
             table = upload(table, self.device, torch.int32)
@@ -171,7 +172,7 @@ class KVCache:
 
         same_t: t is the same in all active slots, so that no column needs to be hidden."""
         self.t, self.columns, self.reply = t, columns, None
-        if uses_triton(self.prompt):
+        if self.kernel:
             return
         self.write_at = (self.first_row + t[:, None]).view(-1)  # (2 * n * G,)
         if same_t:
@@ -225,7 +226,7 @@ class KVCache:
         One softmax over the prompt and the completion of each slot."""
         if self.reply is not None:
             return self.attend_reply(layer, q, k, v, rotary)
-        if uses_triton(self.prompt):
+        if self.kernel:
             return self.attend_triton(layer, q, k, v, rotary)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)

@@ -1,8 +1,8 @@
 """Triton: when kernels run, and the kernels of the model and the optimizer.
 
 A kernel writes into tensors that its caller allocated, so the meter and the planner see every tensor. On tensors
-without data it is not launched. Each kernel has a twin in plain torch: tests compare the two, and the twin runs where
-no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
+without data it is not launched. Each kernel has a twin in plain torch: tests and snug/trust.py compare the two, and the
+twin runs where no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
 
 gated, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
 layers: linear layers, norm and embedding made of these and of plain torch; it has no kernel of its own.
@@ -12,13 +12,11 @@ Test: pytest tests/test_kernels.py
 """
 
 import os
-from functools import cache
 
 import torch
 
 from snug.device.kinds import is_planned, kind_of
 from snug.memory.ledger import COMPONENTS
-from snug.options import first_line, note
 
 try:
     import triton
@@ -39,39 +37,15 @@ if triton is not None:
     LN2 = constexpr(0.6931471805599453)
     LOW = constexpr(LOWEST)
 
-    @triton.jit
-    def smallest_kernel(n):
-        pass
+
+OFF = {}  # kernels that plain torch replaces, or "all": why (snug/trust.py)
 
 
-def uses_triton(tensor):
-    """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64."""
-    if triton is None or tensor.dtype == torch.float64:
+def uses_triton(tensor, kernel):
+    """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64, nor if OFF."""
+    if triton is None or OFF.keys() & {"all", kernel} or tensor.dtype == torch.float64:
         return False
-    return triton.knobs.runtime.interpret or kind_of(tensor) == "cuda" and not why_no_kernels()
-
-
-@cache
-def why_no_kernels() -> str:
-    """Why kernels cannot run on this machine's GPU, and what may be missing; "" if they can, or without a GPU.
-
-    Runs an empty kernel: before its first kernel Triton builds a launcher, with a C compiler and Python's headers.
-    """
-    if triton is None:
-        return "Triton is missing (pip install triton)"
-    if not torch.cuda.is_available():
-        return ""
-    try:
-        smallest_kernel[(1,)](1)
-        return ""
-    except Exception as error:  # whatever it is, plain torch runs instead
-        return f"{type(error).__name__}: {first_line(error)} (Triton needs gcc and python3-dev)"
-
-
-def warn_without_kernels():
-    """Print a warning if this machine has a GPU and its kernels cannot run."""
-    if why := why_no_kernels():
-        note(f"warning: without kernels and CUDA graphs all is slower: {why}")
+    return triton.knobs.runtime.interpret or kind_of(tensor) == "cuda"
 
 
 def has_tensor_cores(tensor):

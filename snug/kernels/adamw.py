@@ -31,7 +31,7 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first, sc
     """
     n = len(weight)
     tensors = weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master
-    if uses_triton(weight):
+    if scratch is None:
         constants = dict(HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS)
         launch(adamw_kernel, (triton.cdiv(n, BLOCK),), *tensors, *numbers, key, first, n, **constants)
         return
@@ -43,7 +43,7 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first, sc
 
 def new_scratch(weight):
     """-> buffers for plain torch, or None for the kernel. A step allocates nothing: it may run on a side stream."""
-    if uses_triton(weight):
+    if uses_triton(weight, "adamw"):
         return None
     dtype = torch.promote_types(weight.dtype, torch.float32)
     n = min(CHUNK, weight.numel())

@@ -82,7 +82,7 @@ class GatedUnit(torch.autograd.Function):
     def forward(ctx, x, gelu=False):
         x = x.contiguous()
         ctx.save_for_backward(x)
-        ctx.gelu, ctx.fill = gelu, on_rows if uses_triton(x) else rows_in_torch
+        ctx.gelu, ctx.fill = gelu, on_rows if uses_triton(x, "gated") else rows_in_torch
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
         ctx.fill(x, None, y, gelu)
         return y

@@ -233,7 +233,7 @@ def quantize(weight):
 
 def dequantize(q, pairs, out):
     """Write the values into out (rows, columns). pairs (256,) int64: the two float32 of each byte."""
-    if not uses_triton(out):
+    if not uses_triton(out, "nf4"):
         dequantize_torch(q, pairs, out)
         return
     blocks = out.numel() // BLOCK
@@ -326,7 +326,7 @@ class NF4Linear(torch.autograd.Function):
 
 def takes_product(x, weight):
     """Is x W^T for `product`: without gradients, few rows, 16 bits? Without tensor cores its sums spill."""
-    if not isinstance(weight, NF4) or torch.is_grad_enabled() or not uses_triton(x):
+    if not isinstance(weight, NF4) or torch.is_grad_enabled() or not uses_triton(x, "nf4_product"):
         return False
     few = x.numel() <= FEW * x.shape[-1]
     return few and dtype_of(x).itemsize == 2 and x.shape[-1] % BLOCK == 0 and has_tensor_cores(x)

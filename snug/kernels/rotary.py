@@ -117,7 +117,7 @@ def rotate(x, cos, sin):
 
 def rotate_(x, cos, sin, back=False):
     """Rotate x (B, heads, T, D) in place, whose last stride is 1. back: by the negative angles."""
-    if not uses_triton(x):
+    if not uses_triton(x, "rotary"):
         x.copy_(rotate(x, cos, -sin if back else sin))
         return
     B, heads, T, _ = x.shape

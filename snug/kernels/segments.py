@@ -188,7 +188,7 @@ def attend(q, k, v, mask=None, window=0):
     if isinstance(mask, Segments):
         if window >= mask.longest:
             window = 0
-        if uses_triton(q) or kind_of(q) == "cpu" and not window:
+        if uses_triton(q, "attention") or kind_of(q) == "cpu" and not window:
             return Attend.apply(q, k, v, mask, window)
         # Group by group, because attention keeps its scores for backward: no group's for another
         sees, rows = mask.mask(window), [slice(begin, end) for begin, _, end in mask.groups]
@@ -218,7 +218,7 @@ class Attend(torch.autograd.Function):
             _, H, T, D = q.shape
             y = q.new_empty(1, T, H, D).transpose(1, 2)
             lse = q.new_empty(1, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
-            fill = flash.forward if uses_triton(q) else forward_torch
+            fill = flash.forward if uses_triton(q, "attention") else forward_torch
             fill(q, k, v, y, lse, segments, window)
             if segments.kept is not None:
                 segments.kept.append((y, lse))
@@ -232,7 +232,7 @@ class Attend(torch.autograd.Function):
         q, k, v, y, lse = ctx.saved_tensors
         _, _, T, D = q.shape
         dq, dk, dv = (x.new_empty(1, T, x.shape[1], D).transpose(1, 2) for x in (q, k, v))
-        fill = flash.backward if uses_triton(q) else backward_torch
+        fill = flash.backward if uses_triton(q, "attention") else backward_torch
         fill(dy, q, k, v, y, lse, dq, dk, dv, ctx.segments, ctx.window)
         return dq, dk, dv, None, None
 

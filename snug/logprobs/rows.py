@@ -155,7 +155,7 @@ def forward_rows(logits, targets, options, logprobs, entropy=None, overwrite=Fal
     d logits, which is (onehot(targets) - softmax(logits / temperature)) / temperature.
     """
     n_vocab, (M, width) = options.n_vocab, logits.shape
-    if uses_triton(logits):
+    if uses_triton(logits, "rows"):
         block, warps = tile(width, logits.element_size(), gradient)
         launch(
             rows_kernel,

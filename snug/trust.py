@@ -1,0 +1,159 @@
+"""Each Triton kernel beside its plain twin on a small case, before a run trusts it: on a GPU that nobody has tried, a
+kernel may not compile, write nothing or be wrong. Then plain torch runs in its place.
+
+A case has the run's types, head size, groups, windows and adapters. Its numbers fit bfloat16, and the twin computes from
+the same ones in float64, for which no kernel is used. A case takes some small operations; what takes longer is that
+Triton compiles, which the run would do anyway. If all were right, an empty file in Triton's cache spares the next start
+the trial. What was not is tried again: something may have been installed.
+
+Left out: speed, other lengths. Test: pytest tests/test_trust.py
+"""
+
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from snug.decoding.draw import sample_tokens
+from snug.decoding.kvcache import KVCache
+from snug.device.cuda import empty_cache
+from snug.device.processes import ONE_PROCESS
+from snug.kernels import OFF, adamw, gated, layers, rotary, segments, triton
+from snug.logprobs import head_logprobs
+from snug.lora import LoRALinear
+from snug.options import described, in_one_line
+from snug.options.progress import phase
+from snug.shape import GPTConfig
+
+DEVICE = "cuda"
+# Of a result's norm. Rounding to bfloat16 changes a number by at most 2^-8 and a norm by 0.0015, and no path through a
+# kernel and back rounds more than five times. A hundredth is more.
+TOLERANCE = 2**-7
+
+
+def cases(settings, config):
+    """Yield (kernel, a function that uses it, shapes of its inputs)."""
+    q, k = ((4, heads, 1, config.head_size) for heads in (config.n_head, config.n_kv_head))
+    C, V, group = config.n_embd, config.n_vocab, config.n_head // config.n_kv_head
+    columns = torch.arange(max(config.windows) + 60, device=DEVICE)
+    four, longest, angles = columns[:4], len(columns), None
+    if config.position == "rotary":
+        angles = [table[:, None, None] for table in rotary.rotary_table(config, 4, DEVICE)]
+
+    def attention(x):
+        mask = segments.Segments([(longest, [33, 20])], DEVICE)
+        parts = x.split([group, 1, 1], 1)
+        return torch.cat([segments.attend(*parts, mask, window) for window in {*config.windows}])
+
+    @torch.no_grad()
+    def decode(q, k):
+        cache = KVCache(config, 1, longest, 4, 40, q.dtype, DEVICE, settings.group_size)
+        cache.prompt_lengths.fill_(longest)
+        cache.prompt.copy_(columns[:, None].cos())
+        cache.assign(np.zeros(4, int))
+        cache.begin_step(four * 13, 40, False)
+        return torch.cat([cache.attend(layer, q, k, k, angles) for layer in range(config.n_layer)])
+
+    def draw(weight):
+        model = SimpleNamespace(config=config, lm_head_weight=weight, logits=lambda _: weight.T)
+        return sample_tokens(model, torch.eye(4).to(weight), 0.1 + four / 5, 1.0)[1]
+
+    def rows(weight):
+        return head_logprobs(torch.eye(4).to(weight), weight, four, entropy=True)[0]
+
+    def step(x):
+        weight, *others = x.detach().abs()
+        adamw.adamw(weight, *others, None, [0.5] * 7, 7, 0, adamw.new_scratch(weight))
+        return weight
+
+    yield "adamw", step, (4, 5000)
+    yield "attention", attention, (1, group + 2, longest + 53, config.head_size)
+    yield "decode", decode, q, k
+    yield "draw", draw, (V, 4)
+    yield "rows", rows, (V, 4)
+    yield "gated", lambda x: gated.GatedUnit.apply(x, config.mlp == "geglu"), (3, 2 * config.n_hidden)
+    if angles:
+        yield "rotary", lambda x: rotary.Rotary.apply(x, *angles, x.shape[1:2])[0], q
+    if settings.base_dtype:
+        linear = layers.Linear(C, 192, bias=False, device=DEVICE)
+        torch.nn.init.normal_(linear.weight)  # so that it is most of the result
+        layers.hold_in_nf4(linear, DEVICE)
+        linear = LoRALinear(linear, settings.lora_rank, 2.0)
+        torch.nn.init.ones_(linear.lora_B)
+        yield "nf4", linear, (64, C)
+        yield "nf4_product", torch.no_grad()(linear.forward), (64, C), (64, 192)
+
+
+@torch.enable_grad()
+def error_of(dtype, function, *shapes) -> float:
+    """How far the function's result is off, or the gradient of its first input, as a share of the right one."""
+    numbers = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
+
+    def results(dtype):
+        x, *others = (number.to(dtype, copy=True) for number in numbers)
+        y = function(x.requires_grad_(), *others)
+        return [y, *torch.autograd.grad(y.square().sum(), x)] if y.grad_fn else [y]
+
+    # `map` ends with the shorter list: a kernel may have no gradient where its twin has one.
+    pairs = results(dtype), results(torch.float64)
+    errors = map(lambda a, b: (a - b).norm() / b.norm(), *pairs)
+    return torch.stack([*errors]).max().item()
+
+
+@phase("trying kernels")
+def try_kernels(settings, shape) -> dict[str, str]:
+    """Fill OFF with the kernels that are not right, and why. If all were right before, nothing is tried."""
+    config = GPTConfig(**shape | dict(n_layer=shape.get("full_every") or 1))
+    machine = (
+        f"{torch.cuda.get_device_name()} (driver {torch._C._cuda_getDriverVersion()}, "
+        f"torch {torch.__version__}, Triton {triton.__version__})"
+    )
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    facts = (
+        f"{machine} {config} {settings.dtype} {settings.lora_rank} {settings.base_dtype} "
+        f"{settings.group_size} {sources}"
+    )
+    right = Path(triton.knobs.cache.dir, sha256(facts.encode()).hexdigest())
+    for name, *case in [] if right.exists() else cases(settings, config):
+        try:
+            error = error_of(getattr(torch, settings.dtype), *case)
+            if not error <= TOLERANCE:
+                OFF[name] = f"off by {error:.1%} on {machine}"
+        except Exception as error:  # whatever it is, plain torch runs instead
+            OFF[name] = f"{described(error)[:200]} (Triton needs gcc and python3-dev) on {machine}"
+            # After some errors CUDA does nothing more in this process.
+            with in_one_line(f"{name}: {OFF[name]}; start again with --kernels=torch or --device=cpu"):
+                torch.cuda.synchronize()
+    empty_cache()
+    if not OFF:
+        right.touch()
+    return OFF
+
+
+def choose_kernels(settings, shape, kind, say, processes=ONE_PROCESS) -> dict[str, str]:
+    """From now on OFF has the kernels that plain torch replaces, in all processes, and why. If there are any, `say` gets
+    a line -> {"kernels_warning": this line}, for settings.json, or {}. SnugError if a kernel broke CUDA.
+
+    shape: GPTConfig's keywords. kind: "cuda" or another kind of device.
+    """
+    OFF.clear()
+    if kind != "cuda":
+        return {}
+    if settings.kernels == "torch":
+        OFF["all"] = "--kernels=torch"
+    elif triton is None:
+        OFF["all"] = "Triton is missing (pip install triton)"
+    elif torch.cuda.is_available():  # else it is a plan of another machine's
+        for found in processes.from_all_ranks(lambda: try_kernels(settings, shape)):
+            OFF.update(found)
+    if not OFF:
+        return {}
+    line = (
+        f"warning: plain torch in place of kernels ({', '.join(OFF)})"
+        f"{' and no CUDA graphs' if OFF.keys() & {'all', 'decode'} else ''}, which is slower: "
+        f"{'; '.join(dict.fromkeys(OFF.values()))}"
+    )
+    say(line)
+    return dict(kernels_warning=line)
