@@ -8,11 +8,12 @@
         manifest.json           SHA-256 of all the other files; written last
 
 A checkpoint is written into a temporary folder, flushed to disk and renamed: a folder with the final name is complete.
-If the disk damages it later, the checksums differ: a note on stderr names it, and the one before is used. If they fit,
-the values are trusted. No pickle. Data order and the sampler's draws follow from seed and iteration.
+If the disk damages a checkpoint later, its checksums differ: a note on stderr names it, and the checkpoint before it is
+used. If they agree, the values are trusted. No pickle. Data order and the sampler's draws follow from seed and
+iteration.
 
-`find_run` compares all bytes of all files; a plan, which needs no tensors, does without them. Left out: tensors
-(loading.py); when to save (saver.py).
+`find_run` compares all bytes of all files; for a plan, which needs no tensors, it skips the files of tensors. Left out:
+tensors (loading.py); when to save (saver.py).
 """
 
 import hashlib
@@ -34,8 +35,8 @@ from snug.tokenizer import Tokenizer, get_tokenizer
 PREFIX = "checkpoint-"
 # Files of tensors, which are large: those that will be read are compared with their checksums. A plan reads none.
 WEIGHTS = ("model.safetensors",)
-OF_A_RUN = (*WEIGHTS, "optimizer.safetensors")  # of one that goes on
-# Options that are gone, and the value with which a run goes on as it was.
+OF_A_RUN = (*WEIGHTS, "optimizer.safetensors")  # a resumed run reads both
+# Options that snug no longer has, and the value with which an older run goes on unchanged.
 GONE = dict(
     adam_beta1=0.9,
     entropy_coef=0.0,
@@ -60,7 +61,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint, or a Hugging Face folder."""
 
     path: Path
-    state: dict  # state.json; for a Hugging Face folder what is known of it
+    state: dict  # state.json; for a Hugging Face folder what snug knows of it
 
 
 def checkpoints(folder) -> list[Path]:
@@ -106,7 +107,7 @@ def refuse_missing(folder):
 
 
 def damage(path, tensors):
-    """Compare a checkpoint's files, but only these of its tensors, with its manifest -> what is wrong, or None."""
+    """Compare a checkpoint's files, with only these files of tensors, with its manifest -> what is wrong, or None."""
     unread = {*OF_A_RUN} - {*tensors}
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -137,7 +138,7 @@ def find_run(folder: str | Path, tensors: tuple = WEIGHTS) -> Checkpoint:
     """A run's `newest` checkpoint, or a Hugging Face folder whose tensors have the right names and shapes.
 
     A folder of adapters comes with its base, which has the shape; the tokenizer may be beside the adapters.
-    A model on the hub is downloaded; without tensors perhaps without its weights. Raises SnugError.
+    A model on the hub is downloaded; with tensors=() perhaps without its weights. Raises SnugError.
     """
     if not folder:
         raise SnugError("name a run, such as out/grpo_small, or a model, such as Qwen/Qwen3-0.6B")
@@ -160,14 +161,14 @@ def find_run(folder: str | Path, tensors: tuple = WEIGHTS) -> Checkpoint:
 
 
 def settings_of(checkpoint, goes_on=False) -> SFTSettings | GRPOSettings:
-    """The run's settings. Newer options have their defaults. Those that are gone are ignored, which a line says if they
-    did something; a run that goes on is refused then: SnugError."""
+    """The run's settings. Options that are newer than the run have their defaults. Options that snug no longer has are
+    ignored. If one of them had an effect, a note says so, and for a run that goes on SnugError is raised."""
     values = checkpoint.state["settings"]
     lost = {name: value for name, value in values.items() if value != GONE.get(name, value)}
     if lost and goes_on:
-        raise SnugError(f"the run has {lost}, which is gone: take the version of snug that made it")
+        raise SnugError(f"the run has options that are gone, {lost}: use the version that made it")
     if lost:
-        note(f"note: {checkpoint.path} has {lost}, which is gone and ignored")
+        note(f"note: {checkpoint.path} has options that are gone, ignored: {lost}")
     cls = GRPOSettings if "group_size" in values else SFTSettings
     known = fields(cls.with_task(values["task"], checkpoint.path))
     return cls(**{name: value for name, value in values.items() if name in known})
@@ -194,9 +195,10 @@ def base_record(base) -> dict:
 
 
 def base_of(checkpoint, init_from: str = "") -> Checkpoint:
-    """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, others, damaged.
+    """Find the weights that a checkpoint's adapters belong to. Raises SnugError if they are missing, changed or
+    damaged.
 
-    Looks where they were, also above the run, or on the hub. Another init_from must have them.
+    Looks at their old place, also relative to folders above the run, or on the hub; for another init_from only there.
     """
     base = checkpoint.state["base"]
     place = find_path(base["path"], checkpoint.path)
@@ -213,7 +215,7 @@ def base_of(checkpoint, init_from: str = "") -> Checkpoint:
 
 
 def identity(weights) -> str:
-    """A fingerprint of the weights in a checkpoint or a Hugging Face folder; of adapters and their base."""
+    """A fingerprint of the weights in a checkpoint or a Hugging Face folder; for a folder of adapters of both parts."""
     path = weights.path
     if not is_pretrained(path):
         return sha256(path / "manifest.json")

@@ -1,7 +1,7 @@
 """Ctrl-C ends a command with one line and exit code 130, also while torch is imported.
 
-Whatever a command imports first imports this first. training/loop.py notes the signals of a run, and saver.py says how
-that goes on.
+Whatever a command imports first imports this file first. In a run training/loop.py handles the signals, and saver.py
+says how the run can go on.
 """
 
 import os
@@ -11,7 +11,7 @@ HOME = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 def end(kind, error, trace):
-    """What Python calls where a command ends with an error. The arguments of Ctrl-C's say how to go on."""
+    """Python calls this if a command ends with an error. The arguments of a KeyboardInterrupt say how to go on."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
     print("; ".join(["stopped", *error.args]), file=sys.stderr)

@@ -1,5 +1,5 @@
-"""What evaluate.py evaluates, checked before torch is imported: a run, or a Hugging Face model, with other options; or
-two of them."""
+"""What evaluate.py evaluates, checked before torch is imported: a run or a Hugging Face model, with the options of the
+command; or two such models."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -34,11 +34,12 @@ def prepare_evaluation(
     functions: Mapping[str, Callable] = {},
     source: Checkpoint | None = None,
 ):
-    """-> (the run as the command changes it, its checkpoint in `origin`; the file for the samples). Raises SnugError.
+    """-> (a Prepared with the command's options and the checkpoint as `origin`; the file for samples). Raises
+    SnugError.
 
-    given: names of the options given. folder: a run's, a checkpoint's or a Hugging Face model's. functions: as for
-    `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you trust. source: the run
-    whose task and options hold; default: the folder's own.
+    given: names of the options that the user gave. folder: a run's, a checkpoint's or a Hugging Face model's.
+    functions: as for `prepare`. Importing the run's reward functions runs their code: evaluate only runs that you
+    trust. source: the run that gives task and options; default: the run in `folder`.
     """
     found = source or find_run(folder, tensors=())
     run = settings_of(found)
@@ -48,7 +49,7 @@ def prepare_evaluation(
     settings.check_rewards()
     settings.init_from = str(folder)
     settings.out_dir = f"{found.path}/evaluation"  # nothing is written there
-    # Those of a run are the run's, whatever model is asked.
+    # If a run gives these two, they hold for whichever model is evaluated.
     chosen = given | {"task", "max_new_tokens"} if run.task else given
     prepared = prepare(settings, chosen, functions)
     prepared.settings.tokenizer = prepared.tokenizer.name
@@ -62,10 +63,10 @@ def prepare_evaluation(
 
 
 def prepare_pair(options, given, first, second):
-    """Two models, with the task and the options of the second if it is a run, else of the first -> what `prepare`
-    makes of each. Raises SnugError."""
+    """Two models -> the Prepared of each. Both get the task and the options of the second model if it is a run, else
+    those of the first. Raises SnugError."""
     if options.samples_file:
-        raise SnugError("samples_file is of one model; leave it out")
+        raise SnugError("samples_file needs one model, not two; leave it out")
     options = replace(options, samples_file="none")
     source = find_run(second, tensors=())
     if not settings_of(source).task:
@@ -77,7 +78,7 @@ def evaluation_settings(options, given, run: SFTSettings | GRPOSettings):
     """The run's settings with the options that are given. Another task begins with the defaults of its options.
 
     If reward functions are given, the run's other reward options do not apply. -> GRPOSettings, also for an SFT run.
-    Raises SnugError if another file is given, but not for the held-out prompts of a run with a test_file.
+    Raises SnugError if the run has a test_file and the user gives another data_file, but no test_file.
     """
     task, changes = options.task or run.task, {}
     if not run.task:  # a Hugging Face model

@@ -19,7 +19,7 @@ from snug.pretrained.tensors import new_folder, save_pretrained
 
 
 def main(settings, folder: str):
-    """Raises SnugError if `folder` has no run, if settings.to exists, or if PEFT cannot have the adapters."""
+    """Raises SnugError if `folder` has no run, if settings.to exists, or if PEFT cannot load the adapters."""
     new_folder(settings.to)  # refuses a bad name before torch is imported
     checkpoint = find_run(folder)
     if settings.adapters:

@@ -1,12 +1,13 @@
-"""Branches of a run: it goes on as it was, and with other options, several times, each pair with the same luck.
+"""A run goes on from a checkpoint, with the same and with other options, for several seeds: branches in pairs.
 
     python -m runs.fork out/grpo_small --at=60 --learning_rate=6e-4 --seeds=3
 
-Each pair begins with checkpoint-000060, here out/grpo_small-at60/same-seed1 and learning_rate=0.0006-seed1 beside it.
-The first has the run's seed, so `same-seed1` samples what the run itself did. The others have the seeds behind it:
-other prompts, other tokens. A branch is a run of its own; its log begins with the run's. OF_BOTH names the options
-that both of a pair get: how long they are, how they are logged, where they run. A branch calls the run's on_iteration
-only if it is named here, because it may end the run: a branch is measured to its end.
+Each pair begins with checkpoint-000060. The first pair here is out/grpo_small-at60/same-seed1 and
+learning_rate=0.0006-seed1 beside it. This pair has the run's seed, so `same-seed1` samples what the run itself sampled.
+The other pairs have the next seeds, so they see other prompts and draw other tokens. A branch is a run of its own; its
+log begins with the run's log. OF_BOTH names the options that both branches of a pair get: how long they train, how they
+log, where they run. A branch calls the run's on_iteration only if the command names it: on_iteration may end a run, but
+a branch has to reach its end.
 
 One branch trains after the other, in a process of grpo.py. The same command goes on where it was stopped.
 Left out: several processes (torchrun); a comparison, which report.py makes. Tests: tests/test_fork.py.
@@ -80,8 +81,8 @@ def main(settings, given, folder: str):
 
 
 def train(start, branch, options: list[str], end: int):
-    """Train a branch from a copy of the checkpoint until `end`, if it is not there. Exits if that fails or is
-    stopped."""
+    """Train a branch from a copy of the checkpoint until iteration `end`, unless it is done. Exits if the training
+    fails or is stopped."""
     if not (branch / "log.jsonl").exists():
         with in_one_line(f"{branch} cannot be written to"):
             shutil.copytree(start, branch / start.name, dirs_exist_ok=True)
@@ -96,7 +97,7 @@ def train(start, branch, options: list[str], end: int):
     if is_done(branch, end):
         return
     say(f"branch {branch}")
-    signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets it too; it saves and ends
+    signal.signal(signal.SIGINT, lambda *_: None)  # the branch gets the signal too, saves and ends
     code = subprocess.call([sys.executable, *SCRIPT, *(f"--{option}" for option in options)])
     if code or not is_done(branch, end):
         say("stopped; the same command goes on")

@@ -1,7 +1,7 @@
 """Hints: what an iteration's figures say if something is wrong, one line each, with what to try. hints.toml has them.
 
 The thresholds come from runs that went wrong elsewhere. They are no laws: an easy task ends with most of its groups
-solved, and gets that hint. A run prints a hint once.
+solved, and still gets a hint. A run prints a hint once.
 
 Left out: what guard.py stops.
 """

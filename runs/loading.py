@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint to and from a model, its optimizer and the random generators; a whole run, ready to use.
+"""Moves a checkpoint's tensors to and from a model, its optimizer and the generators; loads a whole run, ready to use.
 
     model, tokenizer, settings, iteration, path = load_run("out/grpo_small")
 
-The order matters: weights, adapters (`configure`), the optimizer, which may keep masters of the weights, generators.
+The order matters: weights; adapters (`configure`); the optimizer, which may keep masters of the weights; generators.
 training/loop.py does this for a run that begins or resumes. Left out: finding checkpoints (checkpoint.py).
 """
 
@@ -42,7 +42,8 @@ class Run(NamedTuple):
 def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
     """A run's folder, a checkpoint's, a Hugging Face model's, or what `find_run` returned -> Run. Raises SnugError.
 
-    A Hugging Face model computes in the type in which it would train here; in bfloat16 its weights stay so.
+    A Hugging Face model computes in the dtype in which it would train here. If this and its file are bfloat16, its
+    weights stay bfloat16.
     """
     checkpoint = run if isinstance(run, Checkpoint) else find_run(run)
     path, state = checkpoint.path, checkpoint.state
@@ -61,7 +62,7 @@ def load_run(run: str | Path | Checkpoint, device: str = "auto") -> Run:
 
 
 def load_with_adapters(checkpoint, model):
-    """Load a checkpoint or a Hugging Face folder into a plain model. Of a checkpoint adapters are added, not merged."""
+    """Load a checkpoint or a Hugging Face folder into a plain model. A checkpoint's adapters are added, not merged."""
     if is_pretrained(checkpoint.path):
         _, *adapters = checkpoint.state["weights"]
         return read_weights(checkpoint.state["places"], model, *adapters)
@@ -76,7 +77,7 @@ def load_with_adapters(checkpoint, model):
 
 
 def load_weights(weights, model):
-    """`load_with_adapters`, and merge them, if there are any. Raises SnugError."""
+    """`load_with_adapters`, and merge the adapters if there are any. Raises SnugError."""
     load_with_adapters(weights, model)
     if lora.adapted(model):
         lora.merge(model)
@@ -96,7 +97,8 @@ def load_reference(prepared, device) -> GPT | None:
 
 
 def load_teacher(prepared, device) -> GPT | None:
-    """The teacher's frozen weights in the type of a forward pass, on the device or the host. None without a teacher."""
+    """The teacher's frozen weights, in the dtype of forward passes, on the device or the host. None without a
+    teacher."""
     settings = prepared.settings
     if not settings.teacher:
         return None
@@ -105,9 +107,9 @@ def load_teacher(prepared, device) -> GPT | None:
 
 
 def load_frozen(shape, origin: Checkpoint | None, device, dtype, place: str) -> GPT:
-    """A model that does not train. No origin: random weights. A planner's have no values.
+    """A model that does not train. Without origin its weights are random. In a plan they have no values.
 
-    place: "device", or "host": it is loaded there, then pinned, tensor by tensor, and its blocks are streamed.
+    place: "device" or "host". On the host each tensor is loaded, then pinned; the blocks are streamed to the device.
     """
     on_host = place == "host"
     fresh = not origin or is_planned(torch.empty(0))
@@ -132,7 +134,7 @@ def configure(model, settings):
 def load_into(path, tensors: dict[str, torch.Tensor], rows: dict | None = None):
     """Copy a safetensors file into {name: tensor} in place, one tensor at a time. rows: {parameter: slice} of a shard.
 
-    Raises SnugError if names differ. Masters may be missing on either side: they come from the weights.
+    Raises SnugError if names differ. Masters may be missing on either side: the optimizer makes them from the weights.
     """
     with opened(path, "pt") as file, torch.no_grad():
         names = set(file.keys())
@@ -153,7 +155,7 @@ def tensors_of(model, optimizer) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def moments(model, optimizer) -> dict[str, torch.Tensor]:
-    """{"exp_avg.<parameter>": tensor, ...}: all that the optimizer keeps for each parameter, but not the step count."""
+    """{"exp_avg.<parameter>": tensor, ...}: all that the optimizer keeps for each parameter, except the step count."""
     named = [(name, optimizer.state[p]) for name, p in trained(model).items() if p in optimizer.state]
     return {f"{key}.{name}": state[key] for name, state in named for key in state if key != "step"}
 
@@ -165,7 +167,7 @@ def load_optimizer(checkpoint, model, optimizer):
     optimizer.steps = checkpoint.state["optimizer_steps"]
 
 
-# Random generators. snug draws from them for the initial weights only; a user's reward function may draw any time.
+# Random generators. snug draws from them for the initial weights only; a user's reward function may draw at any time.
 
 
 def generator_state() -> dict:

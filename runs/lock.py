@@ -1,8 +1,8 @@
-"""One run at a time in a run's folder: a lock on the file .<folder>.lock beside it, which names the process that has
-it.
+"""One run at a time in a run's folder: a lock on the file .<folder>.lock beside the folder. The file names the process
+that holds the lock.
 
-The lock is flock's, so the system releases it when the process ends, also after kill -9. It goes with the folder's
-name, also if the folder is moved or deleted meanwhile. On a file system without locks the run goes on with a
+The lock is flock's, so the system releases it when the process ends, also after kill -9. The lock belongs to the
+folder's name, even if the folder is moved or deleted meanwhile. On a file system without locks the run goes on with a
 warning. Commands that only read a run take no lock. Tests: tests/test_lock.py.
 """
 
@@ -27,7 +27,7 @@ def locked(folder):
     with in_one_line(problem):
         place = Path(folder).resolve()
         place.mkdir(parents=True, exist_ok=True)
-        # Without a buffer, which a full disk would refuse once more when the file is closed.
+        # Without a buffer: on a full disk writing it would fail once more when the file is closed.
         file = open(place.with_name(f".{place.name}.lock"), "ab+", buffering=0)
     with file:
         try:

@@ -6,8 +6,8 @@
     log.txt         the console's lines, the error that ended the run, [MEM] lines: grep '^\\[MEM\\]' log.txt
     tensorboard/, wandb/    if report_to asks for them
 
-The console shows a line for every iteration of GRPO, and about 25 of SFT. How far a run is that has nothing to say for
-long, snug/options/progress.py shows there, and not in log.txt. If the console is gone, a file cannot be written or a
+The console shows a line for every iteration of GRPO, and about 25 of SFT. Between two lines snug/options/progress.py
+shows a bar there, which log.txt does not get. If the console is gone, a file cannot be written or a
 service fails, the log warns once and the training goes on. Left out: plots, which report.py makes.
 """
 
@@ -75,8 +75,8 @@ class RunLog:
     def __init__(self, settings, title: str, start: int = 0, **facts):
         """settings: SFTSettings or GRPOSettings. title: "GRPO" or "SFT".
 
-        start: the first iteration; later lines of the .jsonl files are cut off. facts: more entries of settings.json.
-        Raises SnugError if the folder cannot be written to.
+        start: the first iteration; its lines and later ones are cut from the .jsonl files. facts: more entries of
+        settings.json. Raises SnugError if the folder cannot be written to.
         """
         self.title, self.start, self.max_iters = title, start, settings.max_iters
         self.every = 1 if title == "GRPO" else max(1, settings.max_iters // 25)
@@ -141,7 +141,8 @@ class RunLog:
                 self.show_line(f"warning: {name} cannot be written ({error.strerror}); lines are lost")
 
     def call_services(self, method: str, *arguments):
-        """Call this method of the generators TensorBoard and W&B. One that fails is not called again."""
+        """Call this method of each service, a generator such as `tensorboard`. A service that fails is not called
+        again."""
         for name, service in list(self.services.items()):
             try:
                 getattr(service, method)(*arguments)
@@ -169,7 +170,7 @@ class RunLog:
             self.scores(record)
 
     def scores(self, record: dict):
-        """A console line for these figures of the log. Without "iter" they are of the model before training."""
+        """A console line for these figures of the log. Without "iter" they are about the model before training."""
         self.say(console_line(record | self.not_shown, self.max_iters))
 
 
@@ -230,7 +231,7 @@ def change(records: list[dict], name: str) -> str:
     return " -> ".join(values[:1] + values[1:][-1:])
 
 
-# Services are generators: they begin at the first `send`, get a record with each other one, and end with `close`.
+# Services are generators: the first `send` starts one, each later `send` gives it a record, and `close` ends it.
 
 
 def tensorboard(settings, start: int):
@@ -245,7 +246,7 @@ def tensorboard(settings, start: int):
 
 
 def wandb(settings, start: int, service="wandb"):
-    """Numbers in a run of W&B or Trackio, continued on resume. Environment variables (WANDB_MODE) hold."""
+    """Numbers in a run of W&B or Trackio, continued on resume. Environment variables (WANDB_MODE) work."""
     module, folder = import_module(service), Path(settings.out_dir)
     id_file = folder / f"{service}.txt"
     if not start or not id_file.exists():

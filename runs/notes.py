@@ -1,4 +1,4 @@
-"""What a command says at its start because it is allowed, but seldom meant. A line each; nothing is refused here.
+"""Notes at a command's start: about what is allowed, but seldom meant. One line each; nothing is refused here.
 
 Left out: what only completions show (hints.py).
 """
@@ -9,25 +9,25 @@ from snug.tokenizer import Tokenizer
 
 
 def notes(prepared: Prepared) -> list[str]:
-    """Of a run, or of an evaluation, which does not train."""
+    """-> the notes of a run, or of an evaluation, which does not train."""
     settings, task, tokenizer = prepared.settings, prepared.task, prepared.tokenizer
     rows = sum(getattr(task, "rows", {}).values(), []) or [task.row("train", 0)]
     prompts = [task.as_prompt(row["prompt"]) for row in rows]
     lines, chat = unused_template(tokenizer, prompts), tokenizer.chat
     has_tools = prepared.toolbox and prepared.toolbox.schemas
     if has_tools and chat and (isinstance(prompts[0], str) or chat.call_form == "inline"):
-        # Where a chat template describes no tools, a prompt has to.
+        # Where a chat template describes no tools, the prompt must describe them.
         lines.append(
             "the chat template does not tell the model of its tools; show a call in the prompt"
         )
     if found := [match[0] for match in map(tokenizer.spellings.search, map(str, prompts)) if match]:
         lines.append(
             f"{len(found):,} of {len(rows):,} prompts spell special tokens, such as {found[0]}: in "
-            f"{sum(map(tokenizer.is_rendered, prompts)):,} they are read as such, as transformers does; elsewhere, as "
-            "in messages, they are ordinary text"
+            f"{sum(map(tokenizer.is_rendered, prompts)):,} they become special tokens, as in transformers; "
+            "elsewhere, as in messages, they stay text"
         )
     begun = sum(split_beginning(prompt)[1] != "" for prompt in prompts)
-    for number, what in (task.answered, "it is left out"), (begun, "completions go on behind it"):
+    for number, what in (task.answered, "it is left out"), (begun, "completions continue it"):
         if number:
             lines.append(
                 f"{number:,} of {len(rows):,} prompts end with a message of the assistant: {what}"
@@ -45,4 +45,4 @@ def unused_template(tokenizer: Tokenizer, prompts: list[str | list[dict]]) -> li
     plain = [each for each in prompts if isinstance(each, str) and not tokenizer.is_rendered(each)]
     if tokenizer.chat is None or not plain:
         return []
-    return ["prompts of text do without the model's chat template; --chat asks them in it"]
+    return ["the prompts are plain text, without the model's chat template; --chat adds it"]

@@ -3,15 +3,15 @@
     saver = Saver(settings, tokenizer, model, optimizer, say)
     with saver.keeping(iteration, progress):      # if the iteration fails, save the state before it
         ...
-    saver.after(iteration + 1, progress, scores)  # every save_interval, at a new best score, last
+    saver.after(iteration + 1, progress, scores)  # every save_interval, at a new best score, at the end
 
-progress goes into state.json beside model and optimizer. The loop makes it, a dict as JSON has it:
+progress goes into state.json. The loop makes this dict, which JSON can hold:
 {"health": {...}, "after_oom": {...}, "extra_prompts": int}. The score of a checkpoint is in the log.
 
 A save checks that the state is finite and writes it; the training waits. If a save fails, the log says why, the
 training goes on, and the next save tries again. If the last save fails, the run ends with an error.
 
-The newest save_total_limit checkpoints are kept, and the one with the best score. out/<run>/best links to that one.
+The newest save_total_limit checkpoints are kept, and the one with the best score; out/<run>/best links to the latter.
 """
 
 import shutil
@@ -64,11 +64,12 @@ class Saver:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def score_of(self, record) -> float | None:
-        """The best checkpoint has the largest: the mean held-out reward if the run has reward_funcs, else pass@1."""
+        """A line of the log -> its score: the mean held-out reward if the run has reward_funcs, else pass@1. Larger is
+        better."""
         return record.get("eval_reward_mean" if self.settings.reward_funcs else "pass_at_1")
 
     def after(self, done, progress, scores):
-        """Save after `done` iterations if it is time. scores: the log's, of an evaluation now.
+        """Save after `done` iterations if it is time. scores: an evaluation's entries of the log, if there was one now.
 
         After a dropped step nothing is saved, except at the end. Raises SnugError if the last save fails.
         """
@@ -85,7 +86,7 @@ class Saver:
             self.save(done, progress, last)
 
     def save(self, done, progress, last=False):
-        """Save the state after `done` iterations. If that fails, warn; last: raise SnugError."""
+        """Save the state after `done` iterations. If saving fails, warn; with `last` raise SnugError."""
         if not self.processes.first(self.saved == done):
             self.write(done, progress, last)
         if self.processes.rank == 0:
@@ -93,7 +94,7 @@ class Saver:
 
     @phase("saving")
     def write(self, done: int, progress: dict, last: bool):
-        """Write the checkpoint. If that fails, warn; last: raise SnugError."""
+        """Write the checkpoint. If writing fails, warn; with `last` raise SnugError."""
         tensors = self.processes.whole_tensors(self.model, tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return
@@ -120,7 +121,7 @@ class Saver:
         self.saved = done
 
     def prune(self, done):
-        """Keep the newest save_total_limit checkpoints and the best one, and link `best` to that.
+        """Keep the newest save_total_limit checkpoints and the best one, and link `best` to the best one.
 
         Checkpoints after `done` are damaged ones that the run did not resume from. They stay.
         """
@@ -137,8 +138,8 @@ class Saver:
 
     @contextmanager
     def keeping(self, iteration, progress):
-        """If the block fails before its optimizer step, save the state from before it, with this `progress`. Ctrl-C
-        says how to go on."""
+        """If the block fails before its optimizer step, save the state from before the block, with this `progress`. A
+        KeyboardInterrupt gets a text that says how to go on."""
         progress = progress | {"generators": generator_state()}
         steps = self.optimizer.steps
         try:

@@ -1,9 +1,9 @@
-"""Is a run better than another, or was it luck? Figures of logs only.
+"""Is one run better than another, or was it luck? The answer comes from the logs alone.
 
-Runs in folders whose names differ in -seed<N> alone are an arm, as fork.py makes them: out/x-seed1, out/x-seed2. The
-first arm is compared with each other one, in pairs of runs with the same seed, which may share much of their luck.
+Runs in folders whose names differ only in -seed<N> are an arm, such as out/x-seed1 and out/x-seed2; fork.py makes arms.
+The first arm is compared with each other arm, in pairs of runs with the same seed, which may share much of their luck.
 
-Left out: runs that have not ended; the same prompt by prompt (evaluate.py). Tests: tests/test_verdict.py.
+Left out: runs that have not ended; a comparison prompt by prompt (evaluate.py). Tests: tests/test_verdict.py.
 """
 
 import re
@@ -41,13 +41,13 @@ def held_out(run):
 
 
 def difference(first, second):
-    """What the last scores of two arms, {seed: run}, say."""
+    """-> what the last scores of two arms, {seed: run}, say, in words."""
     pairs = [(first[seed], second[seed]) for seed in first if seed in second]
     names = [*OF_SCORES]
     if "eval_reward_mean" in map(score_name, first.values()):
         names.append("reward_funcs")
     if any(a.settings.get(name) != b.settings.get(name) for a, b in pairs for name in names):
-        return "their scores are of other prompts or reward_funcs"
+        return "their prompts or reward_funcs differ"
     if len(pairs) < 2:
         return f"{len(pairs)} seeds in common say nothing; {command('fork')} makes pairs"
     scores = [(held_out(a)[-1], held_out(b)[-1]) for a, b in pairs]

@@ -203,8 +203,8 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path, capsys):
     assert [record["iter"] for record in read_log(sft.out_dir)] == [0, 1]
     write_settings(sft.out_dir, baseline="mean", countdown_form="tags", format_reward=0.0)
     assert loading.load_run(sft.out_dir).iteration == 2
-    assert capsys.readouterr().err.endswith("000002 has {'countdown_form': 'tags'}, which is gone and ignored\n")
-    assert_refused("the run has {'countdown_form': 'tags'}, which is gone: take the version", prepare, again)
+    assert capsys.readouterr().err.endswith("000002 has options that are gone, ignored: {'countdown_form': 'tags'}\n")
+    assert_refused("the run has options that are gone, {'countdown_form': 'tags'}: use the version", prepare, again)
     write_settings(sft.out_dir, lr_schedule="step", countdown_form="terse")
     words = [f"--resume={sft.out_dir}"]
     assert_refused("lr_schedule='step' is not one of", prepare, *read_settings(SFTSettings, words)[:2])

@@ -21,12 +21,12 @@ USER = dict(role="user", content="2+3=")
 ASSISTANT = dict(role="assistant", content="It is")
 RENDERED = "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n<think>"
 TEMPLATE, TOOLS, SPELLED, READ, BEGUN, LEFT_OUT, RATE = (
-    "prompts of text do without the model's chat template; --chat asks them in it",
+    "the prompts are plain text, without the model's chat template; --chat adds it",
     "the chat template does not tell the model of its tools; show a call in the prompt",
-    "1 of 10 prompts spell special tokens, such as <|im_end|>: in 0 they are read as such, as transformers does; "
-    "elsewhere, as in messages, they are ordinary text",
-    "10 of 10 prompts spell special tokens, such as <|im_start|>: in 10 they are read as such, as transformers does",
-    "10 of 10 prompts end with a message of the assistant: completions go on behind it",
+    "1 of 10 prompts spell special tokens, such as <|im_end|>: in 0 they become special tokens, as in transformers; "
+    "elsewhere, as in messages, they stay text",
+    "10 of 10 prompts spell special tokens, such as <|im_start|>: in 10 they become special tokens, as in transformers",
+    "10 of 10 prompts end with a message of the assistant: completions continue it",
     "10 of 10 prompts end with a message of the assistant: it is left out",
     "learning_rate=1e-06, the default for pretrained weights",
 )

@@ -199,7 +199,7 @@ def test_the_table_is_that_of_both_models_samples(folders, capsys):
 
 
 def test_a_file_of_samples_of_two_models_is_refused(folders):
-    with pytest.raises(SnugError, match="samples_file is of one model; leave it out"):
+    with pytest.raises(SnugError, match="samples_file needs one model, not two; leave it out"):
         prepare_pair(EvaluateSettings(samples_file="x.jsonl", task="addition"), set(), str(folders), str(folders))
 
 

@@ -55,5 +55,5 @@ def test_the_score_is_the_tasks_or_else_the_rewards():
     assert verdict([*a, *c])[2].startswith("B - A: task_pass_at_1 of 2 pairs")  # of the same prompts
     for run in [*a, *b, *c]:
         run.records[-1].pop("task_pass_at_1")
-    assert verdict([*a, *c])[2] == "B - A: their scores are of other prompts or reward_funcs"
+    assert verdict([*a, *c])[2] == "B - A: their prompts or reward_funcs differ"
     assert verdict([*a, *b])[2].startswith("B - A: eval_reward_mean of 2 pairs: A 7.000, B 7.000")
