@@ -10,7 +10,7 @@ import torch
 
 import grpo
 import training.loop
-from helpers.models import LLAMA
+from helpers.models import DEVICE, LLAMA
 from helpers.pages import page_of
 from helpers.runs import tiny
 from interpreted import INTERPRETED, in_the_interpreter
@@ -106,6 +106,13 @@ def test_what_is_wrong_in_backward_alone_is_found(kernel, gpu):
 
     gpu.setattr(MODULES[kernel], "launch", planted)
     assert faults_of(gpu, kernel)[kernel].startswith("off by ") and not all(in_backward)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_this_gpu_has_no_wrong_kernel(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels.triton.knobs.cache, "dir", str(tmp_path))
+    assert trust.try_kernels(replace(SETTINGS, dtype=dtype), SHAPE) == {}
 
 
 @interpreted
