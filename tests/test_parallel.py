@@ -100,7 +100,7 @@ def test_bfloat16_gradients_are_added_in_float32(monkeypatch):
 def test_an_exchange_that_fails_is_one_line():
     processes = Processes.__new__(Processes)
     processes.size = 2
-    assert_refused("^the processes cannot exchange; torchrun says why", processes.from_all_ranks, int)
+    assert_refused("^the processes cannot exchange data; torchrun says why", processes.from_all_ranks, int)
 
 
 def test_a_sequence_that_moves_to_another_process_keeps_one_entropy():

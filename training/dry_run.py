@@ -1,7 +1,8 @@
 """What the planner runs: the `iterate` of a loop, on tensors without data, with the longest possible sequences.
 
-The loops do not know of it. Only what needs data has a stand-in: sampling and scoring, SFT's demonstrations, and
-evaluations. It runs the last decode step, when the cache is full, and two micro-batches, as full as possible.
+The loops do not know that they are planned. Only what needs data has a stand-in: sampling and scoring, SFT's
+demonstrations, and evaluations. The stand-ins run the last decode step, when the cache is full, and two micro-batches,
+as full as possible.
 """
 
 import math
@@ -30,7 +31,7 @@ from training.state import Training
 class DryRun:
     """Init and one iteration of a loop, for memory.plan: dry_run(settings, n_layer, meter).
 
-    The depth is an argument because the plan of a deep model continues those of two shallow ones.
+    The depth is an argument because a deep model's plan is extrapolated from the plans of two shallow models.
     """
 
     def __init__(self, prepared, iterate):
@@ -45,7 +46,7 @@ class DryRun:
         if isinstance(settings, GRPOSettings):  # one step stands for all
             one_step, worst_case = dict(train_batch_size=0, num_iterations=1), worst_case_groups
         prepared = replace(self.prepared, settings=replace(settings, **one_step), shape=shape)
-        # Before the phase: until a model is moved to the host or to NF4, its tensors count as the device's.
+        # Before the phase begins: until a model is moved to the host or to NF4, its tensors count as the device's.
         reference, teacher = load_reference(prepared, device), load_teacher(prepared, device)
         model = make_model(shape, device, settings.param_dtype)
         if settings.base_dtype:
@@ -53,7 +54,7 @@ class DryRun:
         with meter.phase("load"):
             torch.empty(0)  # a phase without any tensor has no peak
             if settings.base_dtype:
-                # The largest matrix on its way from float32 to 4 bits, beside all others.
+                # The largest matrix while it is rounded from float32 to 4 bits, beside all others.
                 quantize(torch.empty(model.blocks[0].mlp.up.weight.shape))
             configure(model, settings)
             optimizer = make_optimizer(model, settings)
@@ -98,7 +99,7 @@ def worst_case_groups(settings, iteration, training):
             training.rollouts(settings.batch_size, k, settings.max_rollout_batch)
             for _ in range(settings.max_num_gen_batches)
         ]
-        if len(rounds) > 1:  # dynamic sampling holds them all, joins them and selects from them
+        if len(rounds) > 1:  # dynamic sampling holds all rollouts, joins them and selects from them
             Rollouts.joined(rounds).select(range(settings.sequences_per_rollout))
     rollouts, lengths = rounds.pop(), fullest_micro_batches(settings, prompt, completion)
     n = len(lengths)
@@ -135,9 +136,9 @@ def worst_case_batch(settings, iteration, training):
 def fullest_micro_batches(settings, prompt: int, completion: int) -> list[tuple[int, int]]:
     """(prompt, completion) lengths of sequences that fill two micro-batches, or the reference's largest forward.
 
-    Two are enough for training: the second adds to gradients that are there, as all later ones do. Both are full, even
-    where a step has fewer tokens than two: which one is not full depends on the groups. A micro-batch has groups of the
-    longest sequences as far as there is room, and one group of what remains.
+    Two micro-batches are enough for training: the second adds to gradients that are there, as all later ones do. Both
+    are full, even if a step has fewer tokens than two full ones: which of them is not full depends on the groups. A
+    micro-batch has as many groups of the longest sequences as there is room for, and one group in what is left.
     """
     left = settings.tokens_per_step(prompt, completion)
     budget = max(prompt + completion - 1, min(left, settings.max_tokens_per_micro_batch or left))
@@ -169,7 +170,7 @@ class DryTraining(Training):
     @component("rollouts")
     @torch.no_grad()
     def rollouts(self, P, k, max_batch):
-        """Allocate as sample_groups does at most -> Rollouts in which every length is the longest."""
+        """Allocate the most that sample_groups may allocate -> Rollouts of the longest lengths."""
         prompt, completion = self.prepared.longest()
         N = P * k
         options = dict(chunk_mb=self.settings.logits_chunk_mb, ask=self.prepared.toolbox)

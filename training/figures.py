@@ -18,7 +18,7 @@ LISTS = "by_function", "columns", "episodes"  # of Scored: {name: N values} each
 
 
 class Scored(NamedTuple):
-    """Completions of P prompts, k each, and what they earned. N = P * k."""
+    """Completions of P prompts, k each, and their rewards. N = P * k."""
 
     rollouts: Rollouts
     rewards: torch.Tensor  # (P, k) float32, NaN: not scored
@@ -26,7 +26,7 @@ class Scored(NamedTuple):
     columns: dict[str, list]  # {name: N values} of the task's rows with their prompts, and of log_extra
     metrics: dict[str, list[float]]  # of log_metric
     episodes: dict[str, list]  # {name: N values} of Episodes.figures
-    shared: int  # neighbours that share a prompt: k, or 1
+    shared: int  # how many neighbours share a prompt: k, or 1
 
     def select(self, groups) -> "Scored":
         """The groups with these numbers, a tensor, in that order."""
@@ -41,7 +41,7 @@ class Scored(NamedTuple):
 
 
 def score(rollouts, episodes, prepared) -> Scored:
-    """Decode, ask the reward functions, add up."""
+    """Decode the completions, call the reward functions, add up the rewards."""
     k, rows, completions = episodes.k, episodes.rows, episodes.finish(rollouts)
     scores = prepared.score(episodes.prompts, completions, episodes.columns(rollouts))
     totals = scores.totals or [math.nan] * len(completions)  # a teacher needs no reward functions
@@ -51,7 +51,7 @@ def score(rollouts, episodes, prepared) -> Scored:
 
 
 def join(parts) -> Scored:
-    """Several, one below the other."""
+    """Several Scored -> one, in their order."""
     if len(parts) == 1:
         return parts[0]
     return Scored(
@@ -87,14 +87,14 @@ def metrics_of(loss, logprobs, entropy, micro, num_tokens):
 
 
 def add_up(totals: dict, parts: list[dict]):
-    """Add metrics to `totals`; of names in _max keep the largest."""
+    """Add metrics to `totals`; for a name that ends with _max keep the largest."""
     for name, value in (item for metrics in parts for item in metrics.items()):
         before = totals.get(name, 0.0)
         totals[name] = value.clamp(min=before) if name.endswith("_max") else before + value
 
 
 def moved(rollouts, device) -> Rollouts:
-    """The same on another device."""
+    """The same rollouts on another device."""
     return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})
 
 
@@ -129,7 +129,7 @@ def rollout_metrics(scored) -> dict[str, float]:
 
 
 def episode_metrics(scored) -> dict[str, float]:
-    """Means per completion, and the share of tokens that were written."""
+    """Means per completion, and the share of tokens that tools wrote."""
     messages, rollouts = scored.episodes["messages"], scored.rollouts
     turns = [message for each in messages for message in each if message["role"] == "assistant"]
     N, calls = len(messages), sum(len(turn.get("tool_calls", ())) for turn in turns)
@@ -144,7 +144,7 @@ def episode_metrics(scored) -> dict[str, float]:
 def mean_of(steps):
     """Metrics of optimizer steps -> their means over the steps that were taken. steps: a dict a step; {} if dropped.
 
-    The difference between sampler and trainer is the first step's: later ones have other weights.
+    FIRST_STEPS, the difference between sampler and trainer, is the first step's: later steps have other weights.
     """
     taken = list(filter(None, steps))
     if not taken:
@@ -158,10 +158,10 @@ def mean_of(steps):
 def sample_records(scored, entropies, tokenizer, settings) -> list[dict]:
     """Records for samples.jsonl: a dict for each completion of the first groups. entropies (N, T_c): of the last steps.
 
-    The reward is the one that the advantage was computed from; rewards: each function's, before weights. question: the
-    last of a prompt's messages. Of an episode: messages, tool_errors, mask (0: a token that was
-    written). tokens, logprobs, ref_logprobs, teacher_logprobs, entropies: one entry a token, the stop token included;
-    without entropies if no step was taken on the completion.
+    reward: the total from which the advantage was computed; rewards: each function's, before weights. question: the
+    last message of a prompt of messages. For an episode: messages, tool_errors, mask (0: a token that a tool wrote).
+    tokens, logprobs, ref_logprobs, teacher_logprobs, entropies: one entry a token, the stop token included; no
+    entropies if no step used the completion.
     """
     k, records = settings.group_size, []
     number = -(-SAMPLES // k) * k
@@ -205,7 +205,7 @@ def sample_records(scored, entropies, tokenizer, settings) -> list[dict]:
 
 
 def texts_of(ids, decode) -> list[str]:
-    """The text of each id. If ids share a character, the last of them has it and the others are empty."""
+    """The text of each id. If several ids make up a character, the last id has it and the others are empty."""
     texts, begin = [], 0
     for end in range(1, len(ids) + 1):
         text = decode(ids[begin:end])

@@ -13,8 +13,8 @@ from snug.memory.ledger import component
 def add_logprobs(rollouts, cut, training):
     """Give the rollouts the columns (N, T_c) that the loss compares with.
 
-    The model is the sampler, so the sampler's log-probs are the old ones, without a forward pass.
-    importance_sampling_cap corrects for the difference between sampler and trainer: it needs the trainer's.
+    The model itself samples, so the sampler's log-probs are the old log-probs, without a forward pass.
+    importance_sampling_cap corrects for the difference between sampler and trainer: then the old are the trainer's.
     """
     settings = training.settings
 
@@ -61,16 +61,16 @@ def trainer_logprobs(model, rollouts, cut, settings):
 
 
 def reference_logprobs(training, rollouts, cut):
-    """The same of the reference: the model without its adapters, or a model whose weights may wait on the host."""
+    """trainer_logprobs of the reference: the model without its adapters, or one whose weights may be on the host."""
     reference = training.reference or training.model
     with adapters_off(reference):
         return run_frozen(trainer_logprobs, reference, training, rollouts, cut)
 
 
 def teacher_outputs(training, rollouts, cut):
-    """The same of the teacher; for reverse_kl its hidden states (N, T_c, C_T), where its weights are.
+    """trainer_logprobs of the teacher; unless divergence is "sampled" hidden states (N, T_c, C_T), where it is.
 
-    From the states the head makes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py).
+    From these states the head computes the teacher's logits again, a chunk at a time (snug/logprobs/divergence.py).
     """
     outputs = trainer_logprobs if training.settings.divergence == "sampled" else teacher_states
     return run_frozen(outputs, training.teacher, training, rollouts, cut)
@@ -79,7 +79,7 @@ def teacher_outputs(training, rollouts, cut):
 def run_frozen(function, model, training, rollouts, cut):
     """function(model, rollouts, cut, settings).
 
-    From the host weights come now, and the micro-batches are larger, which hides the copies.
+    A model whose weights are on the host gets them now, and larger micro-batches, which hide the copies.
     """
     if hasattr(model, "streamed"):
         cut = cut.with_limit(
@@ -96,7 +96,7 @@ def teacher_states(teacher, rollouts, cut, settings):
     logprobs = rollouts.sampling_logprobs
     # A planner runs on some of an iteration's completions.
     N = max(len(logprobs), settings.sequences_per_rollout)
-    dtype = teacher.lm_head_weight.dtype  # sharded, it makes no plain tensors
+    dtype = teacher.lm_head_weight.dtype  # a sharded weight itself makes no plain tensors
     empty = logprobs.new_empty(1, dtype=dtype).expand(N, logprobs.shape[1], teacher.config.n_embd)
     if settings.teacher_device == "host":
         outputs = new_on_host(empty, keep=True).zero_()
@@ -106,7 +106,7 @@ def teacher_states(teacher, rollouts, cut, settings):
         micro = make_micro_batch(rollouts, indices, cut)
         with autocast(settings.dtype, teacher):
             hidden = micro.completion_hidden(teacher)
-        # The host does not wait for copies. The meter does, at the end of the phase, before the host reads outputs.
+        # The host does not wait for the copies. The meter waits, at the phase's end, before the host reads outputs.
         sizes = [len(cut.places[i]) for i in indices]
         for i, place, values in zip(
             indices, micro.place.split(sizes), hidden.split(sizes), strict=True

@@ -1,7 +1,7 @@
 """Optimizer steps with a loss or gradient that is not finite: they are dropped, explained in log.txt, and counted.
 
-The line in the log has the iteration, the seed, the sequences and the loss. An earlier checkpoint and these are enough
-to reach the step again. After MAX_DROPPED_STEPS in a row the run stops, and its state is not saved: the weights may be
+The line in the log has the iteration, the seed, the sequences and the loss. With these and an earlier checkpoint you
+can reach the step again. After MAX_DROPPED_STEPS in a row the run stops, and its state is not saved: the weights may be
 ruined although they are finite.
 """
 
@@ -14,13 +14,13 @@ from training.figures import columns_of
 MAX_DROPPED_STEPS = 5
 
 
-HEALTH = {"dropped_steps": 0, "dropped_in_a_row": 0}  # of a run; in a row: up to now
+HEALTH = {"dropped_steps": 0, "dropped_in_a_row": 0}  # of a run; dropped_in_a_row: the last ones
 
 
 def drop(training, iteration, model, gradients, sequences, select, loss, norm):
     """Count and report a step on a range `select` of sequences. Raises UnsafeState after MAX_DROPPED_STEPS in a row.
 
-    gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: of the gradient.
+    gradients: {name: tensor}; sequences: Rollouts or Sequences; norm: the gradient's norm.
     """
     health, settings = training.health, training.settings
     health["dropped_steps"] += 1

@@ -48,9 +48,9 @@ from training.state import Training
 
 
 def run(prepared, title, iterate) -> bool:
-    """Iterate as the settings say, with a meter and a log; or only plan it, if they say so.
+    """Train as the settings say, with a meter and a log. With --plan only print the plan.
 
-    -> False if it was stopped. Then the current iteration was finished and saved, for --resume=auto.
+    -> False if the run was stopped. Then its last iteration was finished and saved, and --resume=auto goes on.
     """
     rehearse = DryRun(prepared, iterate)
     settings, kind = prepared.settings, kind_planned(prepared.settings.device)
@@ -68,16 +68,16 @@ def run(prepared, title, iterate) -> bool:
         facts = choose_kernels(settings, prepared.shape, device.type, say, processes)
         prepared.settings = processes.first(apply(rehearse, settings, device, say))
         with ExitStack() as stack:
-            # If rank 0 is refused, all end.
+            # If rank 0 does not get the lock, all processes end.
             lock = locked(settings.out_dir)
             processes.from_all_ranks(lambda: None if processes.rank else stack.enter_context(lock))
             return train(prepared, title, iterate, device, processes, facts)
 
 
 def train(prepared, title, iterate, device, processes, facts):
-    """-> False if it was stopped. facts: from `choose_kernels`."""
+    """-> False if the run was stopped. facts: from `choose_kernels`."""
     settings, resume = prepared.settings, prepared.resume
-    # The same in every process: a checkpoint keeps the generators of rank 0. A reward function may draw from any.
+    # The same in every process: a checkpoint keeps rank 0's generators. A reward function may draw from any generator.
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(settings.seed)
     source = resume or prepared.origin
@@ -165,7 +165,7 @@ def introduce(title, training, start, moved):
     prepared, settings, model = training.prepared, training.settings, training.model
     task, say, size = prepared.task, training.log.say, size_of(model)
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    trains = f", of which {trained_size:,} train," if trained_size < size else ""
+    trains = f" ({trained_size:,} trainable)" if trained_size < size else ""
     say(
         f"{title} on {settings.task}: {size:,} parameters{trains} "
         f"on {model.device} in {settings.dtype}, {settings.out_dir}"
@@ -189,7 +189,7 @@ def introduce(title, training, start, moved):
 
 
 def iterations(iterate, training):
-    """-> False if they were stopped. Afterwards the working directory is the one before."""
+    """-> False if the run was stopped. Afterwards the working directory is the same as before."""
     log, saver, max_iters = training.log, training.saver, training.settings.max_iters
     going_on = phase(log.title, max_iters, "iterations", log.start)
     with noting_signals() as noted, chdir("."), going_on as bar:
@@ -211,7 +211,7 @@ def iterations(iterate, training):
 
 
 def ends(training, record):
-    """Call on_iteration with a copy of the log's line -> its name if it returns True. Generators stay."""
+    """Call on_iteration with a copy of the log's line -> its name if it returns True. The generators are restored."""
     iteration, generators = record["iter"], generator_state()
     name = f"on_iteration={training.settings.on_iteration}"
 
@@ -230,9 +230,9 @@ def ends(training, record):
 
 @contextmanager
 def noting_signals():
-    """Inside, the names of SIGTERM and the first Ctrl-C only go into the list; a second Ctrl-C interrupts at once.
+    """Inside, SIGTERM and the first Ctrl-C only add their names to the list; a second Ctrl-C interrupts at once.
 
-    Python tells the main thread alone of signals. In another one, as of a notebook's button, the list stays empty.
+    Only Python's main thread gets signals. In another one, such as a notebook button's, the list stays empty.
     """
     noted = []
     if current_thread() is not main_thread():

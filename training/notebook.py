@@ -10,8 +10,9 @@
     run.sample("2+3=", n=4)                 # texts
     run.evaluate(num_samples=8)             # scores of held-out prompts
 
-It does what the command does, with the same folder. An interrupt (Ctrl-C) ends the run after its iteration, saved:
-train(resume=run.folder, reward_funcs=[short]) goes on. Left out: several processes. Tests: tests/test_notebook.py.
+`train` does what the command does, with the same folder. At an interrupt (Ctrl-C) the run finishes its iteration, saves
+and ends: train(resume=run.folder, reward_funcs=[short]) goes on. Left out: several processes. Tests:
+tests/test_notebook.py.
 """
 
 import hashlib
@@ -55,7 +56,7 @@ def train(cls, main, config, prompts, reward_funcs, options):
         prepared = prepare(*make_settings(cls, config, options), functions=functions)
         finished = main(prepared)
     except SnugError as error:
-        # A notebook would keep the frames, and the model in them.
+        # A notebook would keep the error's frames, and the model in them.
         raise error.with_traceback(None) from None
     except SystemExit:
         if not prepared.settings.probe:
@@ -65,7 +66,7 @@ def train(cls, main, config, prompts, reward_funcs, options):
 
 
 def write_prompts(prompts: list[dict], out_dir: str) -> str:
-    """Rows to a file beside out_dir, named after its content, so that the run can be resumed and evaluated."""
+    """Write rows to a file beside out_dir, named after its content; a resumed run and evaluations read it."""
     text = ""
     for n, row in enumerate(prompts, 1):
         with in_one_line(f'prompts: row {n} must be {{"prompt": ...}}, of values that JSON can hold'):

@@ -1,8 +1,8 @@
 """AdamW, clipping and the learning rate's schedule; where the optimizer's state and the gradients live.
 
 One class, one formula. Float32 weights with float32 state on the device take PyTorch's fused step: one pass, in place,
-no second copy of anything. All else is one pass in place too (snug/kernels/adamw.py): its state may be in bfloat16, and
-what is on the host comes to the device a slab at a time.
+no second copy of anything. Any other combination takes one pass in place too (snug/kernels/adamw.py): its state may be
+in bfloat16, and tensors on the host come to the device a slab at a time.
 
     bytes a weight on the device      weights  gradients  moments  masters
     param_dtype float32                  4         4          8              optimizer_dtype float32
@@ -10,8 +10,8 @@ what is on the host comes to the device a slab at a time.
     param_dtype bfloat16                 2         2          4              optimizer_dtype bfloat16
     optimizer_device host: moments and masters move to the host; grad_offload: so do the gradients; param_offload: all
 
-All state is allocated at the start, so a step allocates almost nothing. Another optimizer is a torch.optim.Optimizer
-that has `steps`, `gradients`, `gradient_norm`, `step` and `zero_grad` of SlabAdamW.
+All state is allocated at the start, so a step allocates almost nothing. To use another optimizer, write a
+torch.optim.Optimizer with `steps`, `gradients`, `gradient_norm`, `step` and `zero_grad` as SlabAdamW has them.
 Left out: 8-bit state, a step on the host's cores.
 """
 
@@ -73,8 +73,8 @@ def optimizer_step(
 ):
     """Clip, step, and free the gradients -> the gradient's norm before clipping. grad_clip 0: not clipped.
 
-    norm_of_all: the norm of a process's share of the gradients -> that of all of them (OneProcess.norm).
-    If the norm is not finite nothing is done, and the gradients stay, so that the cause can be found.
+    norm_of_all: the norm of this process's gradients -> the norm of all gradients (OneProcess.norm). If the norm is not
+    finite, nothing is done, and the gradients stay, so that the cause can be found.
     """
     total = norm_of_all(optimizer.gradient_norm())
     norm = float(total)
@@ -102,9 +102,9 @@ class SlabAdamW(torch.optim.AdamW):
     optimizer_dtype float32: moments in float32 and, beside bfloat16 weights, a float32 master of each weight. bfloat16:
     bfloat16 moments, no masters. Then moments and weights are rounded stochastically; random bits follow from the seed
     and step.
-    on_host: which of weight, gradient and STATE are in pinned host memory. The next slab arrives on the device while
-    one is updated and copied back.
-    A step allocates its buffers first: after an out-of-memory nothing has changed. `steps`: how many it has taken.
+    on_host: which of weight, gradient and STATE are in pinned host memory. While a slab is updated and copied back,
+    the next one arrives on the device.
+    A step allocates its buffers first: after an out-of-memory error nothing has changed. `steps`: those taken.
     """
 
     @component("moments")
@@ -130,7 +130,7 @@ class SlabAdamW(torch.optim.AdamW):
         return {p: p.grad for p in self.parameters if p.grad is not None}
 
     def slabs(self, *names):
-        """-> [(tensors, parameter's group, its number, index of the first weight)] of neighbouring weights.
+        """-> [(tensors, parameter's group, parameter's number, index of the first weight)], one for each slab.
 
         tensors: {name: (n,)} with these names, on the device or the host. Parameters without a gradient have no slab.
         """
@@ -192,7 +192,7 @@ class SlabAdamW(torch.optim.AdamW):
             adamw(*map(tensors.get, names), numbers, key, first, scratch)
 
         in_turn(self.device, slabs, ring, update).wait()
-        # A checkpoint may read the state on the host next, and a host that reads does not wait for copies.
+        # A checkpoint may read the state on the host next, and reading on the host does not wait for copies.
         settle()
 
     def step_of_torch(self, scale):
@@ -211,7 +211,7 @@ class SlabAdamW(torch.optim.AdamW):
 
 
 def slab_size(p) -> int:
-    """Weights of p at a time: SLAB, or a quarter of a smaller one, so that a ring is smaller than it."""
+    """How many weights of p a slab has: SLAB, or for a small p a quarter of p, so that a ring is smaller than p."""
     return min(SLAB, math.ceil(p.numel() / 4096) * 1024)
 
 
@@ -222,10 +222,10 @@ def slices(p, size):
 
 
 def in_turn(device, slabs, ring, work):
-    """work(tensors, ...) for each slab (tensors, ...) -> when the last one is done.
+    """Call work(tensors, ...) for each slab (tensors, ...) -> the Done of the last slab.
 
-    ring: dicts of buffers on the device. The tensors with these names are on the host: `work` gets copies of them in
-    the buffers. What it changes, all but gradients, is copied back.
+    ring: dicts of buffers on the device. Tensors with the names in these dicts are on the host: `work` gets copies of
+    them in the buffers. Afterwards all copies but gradients are copied back.
     """
     done = Done()
     free = [done] * len(ring)  # when the work on an entry's buffers is done
@@ -236,7 +236,7 @@ def in_turn(device, slabs, ring, work):
             work(tensors, *place)
             continue
         # Two side streams: while one slab is worked on and copied back, the next ones arrive. Neither stream waits for
-        # compute again, so each has to wait for the other: work for its slab, and a slab for buffers that are free.
+        # compute again, so they wait for each other: work for its slab to arrive, a slab for buffers that are free.
         with aside(device, to="device") as fetched:
             free[turn].wait()
             for name, copy in copies.items():
@@ -252,10 +252,10 @@ def in_turn(device, slabs, ring, work):
 
 @component("gradients")
 class HostGradients:
-    """Gradients that move to the host, and are added up there, as soon as backward has finished each.
+    """Gradients on the host: each moves there, and is added to its sum, as soon as backward has finished it.
 
-    They move while backward goes on, two at most. A sum is made on the device, a slab at a time, so it equals the sum
-    without offload.
+    They move while backward goes on, at most two at a time. A sum is computed on the device, a slab at a time, so it
+    equals the sum without offload.
     """
 
     def __init__(self, parameters):
@@ -269,8 +269,8 @@ class HostGradients:
 
     @torch.no_grad()
     def take(self, p):
-        """Begin to move p.grad. A hook, which autograd calls; `collect` calls it for gradients without a hook."""
-        # Keep one move going, so that backward waits for neither. An earlier gradient of p has to arrive first.
+        """Begin to move p.grad. autograd calls this as a hook; `collect` calls it for gradients that fire no hook."""
+        # Wait for all moves but the last, which overlaps with backward. An earlier gradient of p has to arrive first.
         self.land(1 if p not in self.moving else 0)
         total, fresh, ring = self.host[p].view(-1), p.grad.view(-1), []
         if p in self.arrived:

@@ -2,13 +2,13 @@
 
     torchrun --nproc_per_node=8 grpo.py config/grpo_small.py --parallel=ddp
 
-Each process samples and scores some of the groups. Then all exchange completions and rewards. What follows from them
-(advantages, refills, learning rate, what is skipped or dropped) is computed alike everywhere and needs no message. A
-step's micro-batches are dealt by tokens (batch.py). The gradients of a process are shares of the whole step's, so their
-sum over the processes is the gradient that one process would have.
+Each process samples and scores some of the groups. Then all exchange completions and rewards. Every process computes
+the rest alike, without messages: advantages, refills, learning rate, what is skipped or dropped. A step's micro-batches
+are dealt by tokens (batch.py). The gradients of a process are shares of the whole step's gradients, so the sum over all
+processes is the gradient that a single process would have.
 
-The class DistributedDataParallel does not fit: it averages, it wants equally many forwards everywhere, and its hooks do
-not see the gradients that the head and the embedding write in place.
+The class DistributedDataParallel does not fit: it averages, it needs equally many forwards in every process, and its
+hooks do not see the gradients that the head and the embedding write in place.
 
 This is the only file that knows torch.distributed. Left out: starting processes, and ending them if one dies: torchrun
 does both. Tests: tests/test_parallel.py. docs/scaling.md: how to use it.
@@ -78,7 +78,7 @@ class Processes(OneProcess):
         except SnugError as raised:
             error = raised
         everyones = [None] * self.size
-        with in_one_line("the processes cannot exchange; torchrun says why"):
+        with in_one_line("the processes cannot exchange data; torchrun says why"):
             dist.all_gather_object(everyones, (result, error))
         for rank, (_, error) in enumerate(everyones):
             if error and self.rank not in (0, rank):
@@ -154,7 +154,7 @@ class ShardedProcesses(Processes):
         return model
 
     def dealt(self, batches, rank_of, model):
-        """A forward gathers weights from all processes, so all run equally many. Fillers are tokens without a loss."""
+        """A forward gathers weights from all processes, so all run equally many; fillers are tokens without a loss."""
         dealt = super().dealt(batches, rank_of, model)
         most = max(Counter(rank_of[batch[0]] for batch in batches).values(), default=0)
         yield from dealt

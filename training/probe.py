@@ -3,9 +3,9 @@
     python grpo.py config/grpo_small.py --probe
 
 The run's own first iterations, with learning_rate 0: its weights, prompts, template, tools, rewards and limits, and
-every pass that training makes. Nothing is written. Notes and the hints that hold (runs/hints.toml) say what to change,
-the likeliest cause first. Exit code 0: go; 3: no go, because no group has different rewards. One of 32 is enough: of a
-run that learned, 0.08 of the groups had them.
+every pass that training makes. Nothing is written. Notes and hints (runs/hints.toml) say what to change, the
+likeliest cause first. Exit code 0: go; 3: no go, because all groups have equal rewards. One group in 32 with
+different rewards is enough: in a run that learned, only 8 % of the groups had them.
 
 Left out: what a model learns meanwhile; dynamic sampling, which throws groups away. Tests: tests/test_probe.py.
 """
@@ -43,7 +43,7 @@ class Probing(Training):
 
 
 def probe(iterate, training: Training):
-    """Print what the first iterations show. Raises SystemExit, with the exit code."""
+    """Print what the first iterations show. Raises SystemExit with the exit code."""
     prepared, first = training.prepared, training.log.start
     settings = prepared.settings
     prepared.settings = replace(settings, learning_rate=0.0, max_num_gen_batches=1)

@@ -38,17 +38,17 @@ class Training:
     limits: Limits
     teacher: GPT | None = None
     health: dict = field(default_factory=HEALTH.copy)
-    # Dynamic sampling uses more than batch_size prompts in an iteration: so many more until now. A checkpoint keeps it.
+    # Dynamic sampling uses more than batch_size prompts an iteration: how many more in all. A checkpoint keeps this.
     extra_prompts: int = 0
     started: float = 0.0  # when the iteration began, as time.perf_counter() has it
-    before: dict = field(default_factory=dict)  # scores before the first iteration, which logs them
+    before: dict = field(default_factory=dict)  # scores before training; the first iteration logs them
     shown_hints: set = field(default_factory=set)
 
     def __post_init__(self):
         self.settings, self.processes = self.prepared.settings, self.limits.processes
 
     def attempt(self, phase: str, function, *arguments, cut=None, **options):
-        """function(*arguments, **options) as a phase of the meter; after an out-of-memory again, with a lower limit.
+        """Call function(*arguments, **options) as a phase of the meter; after an out-of-memory error again, with less.
 
         cut: a batch.Cut that the function gets too, each time in micro-batches that are within the limit.
         """
@@ -105,7 +105,7 @@ class Training:
         model, optimizer, norm = self.model, self.optimizer, math.nan
         with self.meter.phase("train"):
             metrics = self.processes.add_up(model, optimizer, metrics)
-        # An infinity in the batch need not show in the loss.
+        # The loss may be finite although the batch has an infinity.
         odd = not_finite(columns_of(sequences, indices))
         if math.isfinite(metrics["loss"]) and not odd:
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
