@@ -354,7 +354,7 @@ def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path)
     """By what it writes. Behind prompts of text, and without tools, it does not matter."""
     config = dict(chat_template=MISTRAL, eos_token="<|im_end|>")
     folder = folder_of(tmp_path / "mistral", qwen_like(), tokenizer_config=config)
-    wanted = r"^tools: the chat template ends a call as in 'OL_CALLS. .*arguments.*.</s>', which is not read here; leave out --"
+    wanted = r"^tools: snug cannot read the chat template's calls, which end with 'OL_CALLS. .*arguments.*.</s>'; leave out --"
     assert_refused(wanted, prepared_for, tmp_path, folder, {}, tools=["calc"])
     prepared_for(tmp_path, folder, {})
     talks = made_of(lambda self, **columns: None, reply=lambda self, text: "And?")

@@ -99,7 +99,7 @@ def test_adapters_are_for_the_commit_of_their_base(cache, folders, monkeypatch):
     assert all(again[name].equal(weight) for name, weight in weights.items())
     assert prepared_by("--lora_rank=2").origin.path.parts[-4:] == ("moved", "models--tiny--model", "snapshots", OLD)
     shutil.rmtree("moved")
-    assert_refused(f"{NAME}@{OLD}: is no folder, and the hub does not give it", load_run, "out/run", "cpu")
+    assert_refused(f"{NAME}@{OLD}: is no folder, and the download from the hub failed", load_run, "out/run", "cpu")
 
 
 def test_the_commands_write_nothing_into_the_cache(cache, capsys):
@@ -130,7 +130,7 @@ def test_a_folder_comes_before_the_hub(cache, monkeypatch):
         assert_refused("there is no such run or model", find_run, name)
 
 
-HUB = "is no folder, and the hub does not give it; check name and network; for a gated model accept its licence"
+HUB = "is no folder, and the download from the hub failed; check name and network; for a gated model accept its licence"
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ QUANTIZED = dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4
 CONFIGS = {
     "model_type='gemma2' is not supported; only 'gpt2' or 'llama' or 'qwen2' or": dict(model_type="gemma2"),
     "final_logit_softcapping=30.0 is not supported": dict(final_logit_softcapping=30.0),
-    "the weights are quantized; name the folder in bfloat16, with --base_dtype=nf4 for 4 bits": QUANTIZED,
+    "the weights are quantized; use the bfloat16 model, with --base_dtype=nf4 for 4 bits": QUANTIZED,
     "use_sliding_window=True": dict(use_sliding_window=True, sliding_window=64),
     "sliding_window=-1": dict(model_type="mistral", sliding_window=-1),
     f"layer_types={KINDS} is not supported": OLMO3,

@@ -1,10 +1,11 @@
-"""Adapters as PEFT lays them out: adapter_config.json and adapter_model.safetensors, in and out.
+"""Reads and writes PEFT's folders of adapters: adapter_config.json and adapter_model.safetensors.
 
     base, *adapters = find_base("export/adapters")
     read_weights(look_at_weights(base), model, *adapters)        # merged
 
-Where a folder has several matrices for one of ours, such as q, k and v, each has its own A and B. Written, each gets
-our A and its rows of B: the same product. fan_in_fan_out says how PEFT keeps the base; A and B are the same.
+Where a folder has several matrices for one of ours, such as q, k and v, each of them has its own A and B. In a folder
+that snug writes, each has our A and its rows of our B, so the product is the same. fan_in_fan_out says how PEFT keeps
+the base; it does not change A and B.
 
 Left out: other variants of LoRA, adapters of embeddings, adapters on adapters.
 Tests: pytest tests/test_adapters.py tests/test_nf4.py
@@ -19,14 +20,14 @@ from snug.pretrained.tensors import PEFT, appearing, entries, rows_of, write_jso
 
 FILE = "adapter_model.safetensors"
 
-# Variants of LoRA. Tensors of others have no place in the base.
+# Variants of LoRA that are refused. Tensors of other variants are refused because the base has no place for them.
 NOTHING = "bias use_dora modules_to_save rank_pattern alpha_pattern alora_invocation_tokens"
 
 
 def find_base(folder, weights=True):
     """A folder of adapters -> (its base's folder, rank, their file, scale). Another folder: (itself, 0, None, 0.0).
 
-    weights=False: a base on the hub is perhaps without its weights. Raises SnugError, also for variants of LoRA.
+    weights=False: a base on the hub may come without its weights. Raises SnugError, also for variants of LoRA.
     """
     if (folder / "config.json").is_file():
         return folder, 0, None, 0.0
@@ -55,7 +56,7 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
         if hasattr(layer, "lora_A") and entry.ours.endswith("weight"):
             module = entry.name.removesuffix(".weight")
-            if "text_config" in read:  # transformers' name in a model with eyes
+            if "text_config" in read:  # transformers' name in a vision-language model
                 module = module.replace("model.", "model.language_model.", 1)
             modules.append(module)
             for letter, value in (("A", layer.lora_A), ("B", rows_of(layer.lora_B, entry))):
@@ -70,7 +71,7 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
         revision=revision,
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
-        target_modules=modules,  # whole names: eyes and GPT-2's two c_proj end alike
+        target_modules=modules,  # whole names: a vision tower's and GPT-2's two c_proj end alike
         fan_in_fan_out=modules[0].startswith("transformer."),
     )
     with appearing(folder) as temporary:

@@ -3,7 +3,7 @@
     local_folder("Qwen/Qwen2.5-0.5B-Instruct")     # or @ and a branch, a tag, a commit
     local_folder("models/mine")                    # a path stays what it is
 
-Only files that snug reads are downloaded; a plan needs no weights. A commit that the cache has makes no request
+Only files that snug reads are downloaded; a plan needs no weights. For a commit in the cache no request is made
 (huggingface_hub 0.36: one). Without a network the cached snapshot is used.
 
 Left out: pickles, uploads, names without an owner. Tests: tests/test_hub.py.
@@ -20,7 +20,7 @@ from snug.options.progress import phase
 from snug.pretrained.shapes import read_config
 from snug.pretrained.tensors import weight_files
 
-# Repository, owner, revision. Folders in out/ and models/ are ours, even before there is one.
+# Repository, owner, revision. Names in out/ and models/ are local folders, even before they exist.
 NAME = re.compile(r"(?!out/|models/)((\w[\w.-]*)/\w[\w.-]*)(?:@(.+))?")
 SNAPSHOT = re.compile(".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")  # in the cache
 FILES = """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
@@ -31,14 +31,14 @@ chat_template.jinja model.safetensors.index.json adapter_config.json adapter_mod
 def local_folder(name: str | Path, weights: bool = True) -> Path:
     """owner/name or owner/name@revision -> its snapshot in the cache. weights=False: perhaps without the weights.
 
-    Any other name is a path, also if there is a folder `owner`. Raises SnugError.
+    Any other name is a path; so is owner/name if there is a folder `owner`. Raises SnugError.
     """
     found = NAME.fullmatch(str(name))
     if not found or os.path.isdir(found[2]):
         return Path(name)
     with in_one_line(
-        f"{name}: is no folder, and the hub does not give it; check name and network; for a gated model accept its "
-        "licence, and `hf auth login`"
+        f"{name}: is no folder, and the download from the hub failed; check name and network; for a gated model accept "
+        "its licence and run `hf auth login`"
     ):
         from huggingface_hub import snapshot_download
 

@@ -1,12 +1,12 @@
 """config.json <-> the shape of a GPT, for GPT-2 and the families of families.toml.
 
-read_shape returns GPTConfig's keywords. Each key of a file is read, harmless, or refused where it means another model;
-a line names the others. `config_of` writes a shape as the first family whose file, read again, is this shape: a Mistral
-without a window is a Llama. To add a family: a table in families.toml and, where its tensors have other names, a line
-in tensors.py.
+read_shape returns GPTConfig's keywords. Each key of a file is read, or harmless, or refused if it describes another
+model; a note names all other keys. `config_of` writes the file of the first family whose file, read again, gives the
+same shape: a Mistral without a window becomes a Llama. To add a family: a table in families.toml and, where its tensors
+have other names, a line in tensors.py.
 
-With longrope block_size is at most the original context, for which the short factors are. Left out: damaged numbers;
-windows in some layers only, except in every n-th one.
+With longrope, block_size is at most the original context length: the short factors are for such lengths. Left out:
+damaged numbers; windows in some layers only, except every n-th layer.
 Tests: tests/test_pretrained.py, tests/test_families.py, tests/test_configs.py, against transformers.
 """
 
@@ -44,12 +44,12 @@ def read_config(folder) -> dict:
     path = Path(folder) / "config.json"
     config = read_object(path)
     c = Fields(config, path)
-    if c.get("model_type", str) == "gemma3":  # with eyes; what it reads is a gemma3_text
+    if c.get("model_type", str) == "gemma3":  # a vision-language model; its text part is a gemma3_text
         config |= c.get("text_config", dict) | dict(model_type="gemma3_text")
     c.want("model_type", *FAMILIES)
     if config.get("quantization_config"):
         raise SnugError(
-            f"{path}: the weights are quantized; name the folder in bfloat16, with --base_dtype=nf4 for 4 bits"
+            f"{path}: the weights are quantized; use the bfloat16 model, with --base_dtype=nf4 for 4 bits"
         )
     return config
 
@@ -72,7 +72,7 @@ def read_shape(folder: str | Path) -> dict:
 def shape_of(config, path: Path | str):
     """-> (GPTConfig's keywords, the keys of config.json that nobody knows).
 
-    What a family cannot have is read, too, and refused: another class would compute it, and this one not.
+    What this family cannot have is read too, and refused: another family's class would use it, this one's would not.
     """
     name = config["model_type"]
     family = FAMILIES[name]
@@ -100,9 +100,9 @@ def shape_of(config, path: Path | str):
 
 
 def flat(config, missing: dict) -> dict:
-    """config.json, with what it leaves out, what it says of positions beside the rest, and without nulls.
+    """config.json with defaults for missing keys, with the keys about positions beside the others, and without nulls.
 
-    Newer files have all of positions in rope_parameters, perhaps by kind of layer; older ones rope_scaling.
+    Newer files have all keys about positions in rope_parameters, perhaps by kind of layer; older ones in rope_scaling.
     """
     config = missing | config
     newer, older = (config.pop(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
@@ -117,7 +117,7 @@ def flat(config, missing: dict) -> dict:
 
 
 def sizes(c: Fields, names):
-    """-> {GPTConfig's name: value}. What GPTConfig derives from the rest may be missing."""
+    """-> {GPTConfig's name: value}. Values that GPTConfig derives from others may be missing."""
     result = {}
     for ours, theirs in names.items():
         kind = GPTConfig.__annotations__[ours]
@@ -127,8 +127,8 @@ def sizes(c: Fields, names):
 
 
 def period(c: Fields, name, interval: str, kinds: tuple, n_layer):
-    """-> n if every n-th layer is of the second kind and no other; 0 if none is; without a list, the interval. Raises
-    SnugError for another pattern."""
+    """-> n if exactly every n-th layer is of the second kind; 0 if none is; without a list of layers the interval.
+    Raises SnugError for another pattern."""
     n, layers = c.get(interval, int, 0), c.get(name, list, [])
     if not layers:
         return n
@@ -142,7 +142,7 @@ def period(c: Fields, name, interval: str, kinds: tuple, n_layer):
 
 
 def rope_of(c: Fields, longest) -> dict:
-    """What GPTConfig has of positions, and the block_size that they allow."""
+    """-> GPTConfig's keywords about positions, and the block_size that they allow."""
     result = dict(block_size=longest, rope_sliding_theta=c.get("rope_local_base_freq", float, 0.0))
     kind = c.values["rope_type"] = c.get("rope_type", str, c.get("type", str, "default"))
     c.want("rope_type", "default", *ROPES)
@@ -195,7 +195,7 @@ def written(c: GPTConfig, family, dtype) -> dict:
     config["pad_token_id"] = None  # transformers' own may be no token of this model
     if "query_scale" in may_have:
         config["query_pre_attn_scalar"] = round(c.head_size / c.query_scale**2)
-    # Classes have windows of their own where a file says nothing; those with two kinds of layers want a number.
+    # If a file has no window, classes have defaults of their own; classes with two kinds of layers need a number.
     if "sliding_window" in may_have:
         config["sliding_window"] = c.sliding_window or (
             c.block_size if "full_every" in may_have else None

@@ -32,15 +32,15 @@ from snug.pretrained.shapes import (
 )
 
 TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
-MAX_SHARD_BYTES = 2 * 2**30  # of a written file, and so of the tensors that are copied at a time
+MAX_SHARD_BYTES = 2 * 2**30  # per written file, so at most this is copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(FAMILIES, "model.") | {"gpt2": "transformer."}
-# A Gemma 3 with eyes has these, too.
+# A vision-language Gemma 3 has these too; they are not read.
 EYES = "vision_tower.", "multi_modal_projector."
 PEFT = "base_model.model."  # what names of adapters begin with
 # The head of a tied model, which a file may have, too.
 HEAD = "lm_head.weight"
-# Older versions saved these with the weights.
+# Older versions of transformers saved these with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -156,7 +156,7 @@ def look_at_weights(folder):
     """Each Entry that the config's shape needs -> (name, file) of its tensor. What `read_weights` takes.
 
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
-    the HEAD of a tied model may be there; `read_weights` compares it with the embedding. Raises SnugError.
+    the HEAD of a tied model may be there; `read_weights` compares this HEAD with the embedding. Raises SnugError.
     """
     family, shape = read_config(folder)["model_type"], read_shape(folder)
     places, surplus = dict.fromkeys(entries(shape, family)), []
@@ -183,7 +183,7 @@ def look_at_weights(folder):
                     surplus.append(name)
     if missing or surplus:
         raise SnugError(
-            f"{folder}: other tensors than a {family} of config.json has: missing {len(missing)} {[*missing][:3]}, "
+            f"{folder}: its tensors are not those of this {family}: missing {len(missing)} {[*missing][:3]}, "
             f"surplus {len(surplus)} {surplus[:3]}"
         )
     return places
@@ -210,7 +210,7 @@ def read_weights(places, model, rank=0, adapters=None, scale=0.0):
     """Copy a folder's matrices, one at a time, into the weights of a GPT of its shape. Raises SnugError.
 
     places: `look_at_weights` of the folder.
-    adapters: a file for these weights, as adapters.find_base has it; each becomes part of its matrix: W + scale * B A,
+    adapters: a file for these weights, from adapters.find_base. Each pair is merged into its matrix, W + scale * B A,
     in float32 and rounded once.
     """
     import torch
@@ -218,7 +218,7 @@ def read_weights(places, model, rank=0, adapters=None, scale=0.0):
     from snug.kernels.nf4 import NF4, weights_of
 
     weights, theirs = weights_of(model), {}
-    if adapters:  # the names of a model with eyes are those beside a text model
+    if adapters:  # a vision-language model's names -> a text model's
         names = [name for name in opened(adapters).keys() if not is_of_eyes(name.removeprefix(PEFT))]
         theirs = {name.replace("language_model.", ""): name for name in names}
     for entry, (name, file) in counted(places.items(), "tensors", "loading"):

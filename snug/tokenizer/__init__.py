@@ -3,14 +3,15 @@
     tokenizer = get_tokenizer("models/Qwen2.5-0.5B-Instruct")
     tokenizer.encode_prompt([{"role": "user", "content": "Hi"}])       # the ids of transformers' apply_chat_template
 
-Names for others: get_tokenizer, the Tokenizer that it returns, its `chat` (chat.Chat).
+Names for other files: get_tokenizer, the Tokenizer that it returns, its `chat` (chat.Chat).
 
 `bytes` has the 256 bytes as tokens. `gpt2` is OpenAI's; tiktoken downloads its two files once. A folder with a
 tokenizer.json can have any kind: byte-level BPE (GPT-2, SmolLM2, Llama 3, Qwen), sentencepiece BPE (Llama 2, Mistral),
 Unigram.
 
-Special tokens, such as <|endoftext|>, are ids and never text: text that spells one gets ordinary tokens. They decode to
-nothing. Only a chat template writes them (snug/tokenizer/chat.py), or a prompt of text that somebody rendered by one.
+Special tokens, such as <|endoftext|>, are ids and never text: text that spells one gets ordinary tokens. Special tokens
+decode to nothing. They come only from a chat template (snug/tokenizer/chat.py), or from a prompt of text that a chat
+template has rendered before.
 
 Left out: training a tokenizer; special tokens after a text, such as BERT's [SEP], because a prompt is continued; a
 model that itself makes special tokens of text, as some Unigram models do.
@@ -35,7 +36,7 @@ from snug.tokenizer.chat import BREAK, CUT, TURN, Chat
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what ends a text if no file says so
-DATE = "chat_date.txt"  # of older runs: the day that their prompts have
+DATE = "chat_date.txt"  # a file of older runs: the day in their prompts
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -74,7 +75,7 @@ class Tokenizer:
         self.name, self.backend = name, backend
         self.stop_tokens, self.stop_token = stop_tokens, stop_tokens[0]
         self.bos, self.chat, self.files, self.file = [], None, {}, name
-        self.lock = threading.Lock()  # of the backend, from its flag to its ids
+        self.lock = threading.Lock()  # held from setting the backend's flag until its ids are there
         self.n_vocab = 1 + max(backend.get_vocab().values())
         added = backend.get_added_tokens_decoder()
         # A stop token is special, whatever its flags say.
@@ -105,17 +106,17 @@ class Tokenizer:
                 return self.backend.encode(well_formed(text), add_special_tokens=False).ids
 
     def is_rendered(self, prompt: str | list[dict]) -> bool:
-        """Is it text that spells special tokens to be read? Without a chat template it has to begin with one."""
+        """Is it text whose special tokens count? It spells one; without a chat template it must begin with one."""
         find = self.spellings.search if self.chat else self.spellings.match
         return isinstance(prompt, str) and bool(find(prompt))
 
     def encode_prompt(self, prompt: str | list[dict], before=(), special=True) -> list[int]:
         """Text, or chat messages [{"role": ..., "content": ...}, ...] -> ids.
 
-        Text gets the tokenizer's bos ids in front, unless it begins with a special token: what a template rendered gets
-        the ids of transformers' `tokenizer(text, add_special_tokens=False)`. special=False: it is a text as any other.
-        The chat template writes messages, and opens the answer or goes on with it; special tokens come from the
-        template, never from a content. before: as for Chat.render. Raises SnugError.
+        Text gets the tokenizer's bos ids in front, unless it begins with a special token. So rendered text gets the ids
+        of transformers' `tokenizer(text, add_special_tokens=False)`. special=False: special tokens in it are text like
+        any other. For messages the chat template writes the text, and opens the answer or continues one. Special tokens
+        come from the template, never from a content. before: as for Chat.render. Raises SnugError.
         """
         if isinstance(prompt, str):
             special = special and self.is_rendered(prompt)
@@ -124,7 +125,7 @@ class Tokenizer:
         if self.chat is None:
             raise SnugError(
                 f"messages need a chat template, which tokenizer={self.name} lacks: name a model such as "
-                "--init_from=Qwen/Qwen2.5-0.5B-Instruct, or write text: --chat=false"
+                "--init_from=Qwen/Qwen2.5-0.5B-Instruct, or use prompts of text: --chat=false"
             )
         return self.encode(self.chat.render(prompt, before), special=True)
 
@@ -132,7 +133,7 @@ class Tokenizer:
         """Messages that answer a turn of the assistant -> the ids between this turn and the assistant's next one.
 
         messages: such as [{"role": "tool", "name": "calc", "content": "5"}]. stopped: a stop token ended the turn, so
-        the ids begin behind the template's own; otherwise they begin with it. Raises SnugError.
+        the ids begin behind the one that the template writes; otherwise they begin with it. Raises SnugError.
         """
         ids, end = self.encode_prompt(messages, TURN), self.special.get(self.chat.end)
         return ids[ids.index(end) + 1 :] if stopped and end in ids else ids
@@ -158,9 +159,10 @@ class Tokenizer:
     def stopper(self, texts: Sequence[str]):
         """-> a function of a completion's ids, called after each token: does the last one complete one of `texts`?
 
-        None if they are all empty. A text may span tokens and end within one. So the function decodes a tail: one token
-        for each byte of the longest text, and one more, because a decoder may drop the first space. If the tail begins
-        within a character (U+FFFD), it is up to 3 tokens longer, which are the other bytes of the character.
+        None if all texts are empty. A text may span several tokens and end within one. So the function decodes a tail:
+        one token for each byte of the longest text, and one more, because a decoder may drop the first space. If the
+        tail begins within a character (U+FFFD), it is up to 3 tokens longer, which are the other bytes of the
+        character.
         """
         texts = list(filter(None, texts))
         if not texts:
@@ -229,7 +231,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def byte_level(name, vocab, merges):
-    """A Tokenizer as GPT-2 has it; its last id is <|endoftext|>."""
+    """A byte-level BPE like GPT-2's; its last id is <|endoftext|>."""
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -261,7 +263,7 @@ def tokenizer_of(folder, files) -> Tokenizer:
         tokenizer.bos = [begin]
 
     template = config.get("chat_template")
-    if isinstance(template, list):  # of several with names the default
+    if isinstance(template, list):  # several templates with names: take the default
         template = {item["name"]: item["template"] for item in template}.get("default")
     if "chat_template.jinja" in files:  # a file comes first, as for transformers
         template = files["chat_template.jinja"].decode()
@@ -271,9 +273,9 @@ def tokenizer_of(folder, files) -> Tokenizer:
         tokenizer.chat = Chat(template, names, tokenizer.spellings)
         written = tokenizer.special.get(tokenizer.chat.end)
         if written not in (None, *stop_tokens):
-            tokenizer.stop_tokens += (written,)  # behind an answer, by the template
+            tokenizer.stop_tokens += (written,)  # the template writes it behind an answer
     if end is None or tokenizer.stop_tokens != stop_tokens:
-        # config.json, which may name it, is not kept beside a checkpoint, but generation_config.json is.
+        # config.json, which may name a stop token, is not kept beside a checkpoint; generation_config.json is kept.
         generation["eos_token_id"] = tokenizer.stop_tokens
         files["generation_config.json"] = json.dumps(generation, indent=1).encode()
     tokenizer.files = files

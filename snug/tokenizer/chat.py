@@ -1,12 +1,12 @@
 """Chat messages to one text, by the jinja template that a tokenizer comes with.
 
-The template runs in jinja's sandbox, sees the messages and the names of tokens, and writes what `transformers` would
-get. It is trusted to end.
+The template runs in jinja's sandbox, sees the messages and the names of tokens, and writes the same text as in
+`transformers`. A template that never ends is not stopped.
 
-Only the template may write special tokens. Where a message's text spells one, BREAK stands between its characters, so
-every special token that the template's text spells is the template's. BREAK is a lone surrogate, which no other text
-has. Where a tool's result spells <tool_response> and the like, which may be tokens that are not special, CUT stands
-behind the "<", and what is before and behind it is encoded alone.
+Only the template may write special tokens. If a message's text spells a special token, BREAK is put between its
+characters. So every special token that the rendered text spells is the template's. BREAK is a lone surrogate, which no
+other text has. A tool's result may spell <tool_response> and the like, which may be tokens that are not special. Then
+CUT is put behind the "<", and the texts before and behind CUT are encoded one by one.
 
 Left out: documents, images; breaks in the tool_calls of a message; texts that a template joins into a special token.
 Tests: tests/test_tokenizer.py.
@@ -25,13 +25,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from snug.options import SnugError, in_one_line, well_formed
 
 BREAK, CUT = "\udffe", "\udffd"
-DAY = date(2024, 7, 26)  # of Llama 3.2's template without a clock: prompts are the same every day
+DAY = date(2024, 7, 26)  # the day in Llama 3.2's template if there is no clock; prompts stay the same
 FRAME = re.compile("<(?=/?(tool_response|tool_call|think)>)")
 # A turn of the assistant that other messages answer. END is a lone surrogate too, so no other text has it.
 END = "\udfff"
 TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
 
-# {% generation %} ... {% endgeneration %} mark the assistant's text. Here they write what is inside.
+# {% generation %} ... {% endgeneration %} mark the assistant's text. Here only what is inside is written.
 GENERATION = re.compile(r"({%-?\s*(?:end)?)generation(?=\s*-?%})")
 PROBE = dict(name="probe", arguments=dict(key="5"))
 CALL = dict(role="assistant", content="", tool_calls=[dict(id="call00000", function=PROBE)])
@@ -70,7 +70,8 @@ class Chat:
 
     @cached_property
     def call_form(self) -> str:
-        """How the model writes calls of tools, as the template itself does: hermes, llama or inline; see data/tools.py.
+        """The form in which the model, like the template, writes calls of tools: hermes, llama or inline
+        (data/tools.py).
 
         Raises SnugError for another form.
         """
@@ -84,8 +85,8 @@ class Chat:
         if "probe" not in text and "<tool_call>" in self.source:
             return "hermes"
         raise SnugError(
-            f"tools: the chat template ends a call as in {text[-60:]!r}, which is not read here; leave out --tools "
-            "and --environment, or write text"
+            f"tools: snug cannot read the chat template's calls, which end with {text[-60:]!r}; leave out --tools "
+            "and --environment, or use prompts of text"
         )
 
     @cached_property
@@ -103,11 +104,12 @@ class Chat:
         """[{"role": "user", "content": "Hi"}, ...] -> what the template writes, with BREAK where a message spells a
         special token.
 
-        before=TURN: only what it writes behind END. opens: with the beginning of an answer; the last message is it, if
-        it is the assistant's (transformers' continue_final_message). Raises SnugError for a template that fails.
+        before=TURN: only what the template writes behind END. opens: with the beginning of an answer. If the last
+        message is the assistant's, this message is the beginning (transformers' continue_final_message). Raises
+        SnugError for a template that fails.
         """
         if self.tools and opens:
-            _ = self.call_form  # it refuses a form that is not read here
+            _ = self.call_form  # raises SnugError for a form that snug cannot read
         messages, begun = [*before, *map(self.broken, messages)], ""
         goes_on = opens and messages[-1]["role"] == "assistant"
         if goes_on:
