@@ -381,7 +381,7 @@ MUTANTS = [
     ("NF4: every piece has the first piece's codes", "snug/kernels/nf4.py", "codes.flatten().int()", "q.codes[: piece.numel() // 2].int()", "test_nf4.py"),
     ("NF4: the kernel's nibbles swapped", "snug/kernels/nf4.py", "tl.join(byte // 16, byte % 16).reshape", "tl.join(byte % 16, byte // 16).reshape", "test_layer_kernels.py"),
     ("NF4: the kernel's blocks of scales of 128", "snug/kernels/nf4.py", "block // 256", "block // 128", "test_layer_kernels.py"),
-    ("NF4: the kernel writes beyond the end", "snug/kernels/nf4.py", "values.to(out.dtype.element_ty), mask[:, None])", "values.to(out.dtype.element_ty))", "test_layer_kernels.py"),
+    ("NF4: the kernel writes beyond the end", "snug/kernels/nf4.py", "tl.store(at, values, mask[:, None])", "tl.store(at, values)", "test_layer_kernels.py"),
     ("NF4: the kernel's products are fused", "snug/kernels/nf4.py", "        ROWS,\n        enable_fp_fusion=False", "        ROWS,\n        enable_fp_fusion=True", "test_layer_kernels.py"),
     ("NF4: pieces beside the kernel, too", "snug/kernels/nf4.py", 'if not uses_triton(out, "nf4"):', "if True:", "test_layer_kernels.py"),
     ("NF4: NaN passes", "snug/kernels/nf4.py", "if not all(tensor.isfinite()", "if False and not all(tensor.isfinite()", "test_nf4.py"),

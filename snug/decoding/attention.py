@@ -112,7 +112,7 @@ if triton is not None:
                 acc = acc * shrunk[:, None] + part_acc * share[:, None]
                 top = higher
             at = query[:, None] * D + d[None, :]
-            tl.store(y + at, (acc / total[:, None]).to(y.dtype.element_ty), last_mask)
+            tl.store(y + at, acc / total[:, None], last_mask)
             tl.store(counters + query, 0, last)
 
     @triton.jit
@@ -134,8 +134,8 @@ if triton is not None:
         key = k + s * k_row + g * D
         key = rotated(key, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART)
         value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
-        tl.store(keys + now * D + d, key.to(keys.dtype.element_ty), inside)
-        tl.store(values + now * D + d, value.to(values.dtype.element_ty), inside)
+        tl.store(keys + now * D + d, key, inside)
+        tl.store(values + now * D + d, value, inside)
 
     @triton.jit
     def end_of_prompt(lengths, p, t, slot):

@@ -2,7 +2,8 @@
 
 A kernel writes into tensors that its caller allocated, so the meter and the planner see every tensor. On tensors
 without data it is not launched. Each kernel has a twin in plain torch: tests and snug/trust.py compare the two, and the
-twin runs where no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them.
+twin runs where no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them. What tl.store
+stores takes the tensor's type.
 
 gated, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
 layers: linear layers, norm and embedding made of these and of plain torch; it has no kernel of its own.

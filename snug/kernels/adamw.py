@@ -135,7 +135,7 @@ if triton is not None:
         if to.dtype.element_ty == tl.bfloat16:
             up = ((x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
             x = tl.where(x == x, up, x)  # CUDA's NaN would become -0.0
-        tl.store(to, x.to(to.dtype.element_ty), mask)
+        tl.store(to, x, mask)
 
     @triton.jit(do_not_specialize=["key", "first"])
     def adamw_kernel(
@@ -174,4 +174,4 @@ if triton is not None:
         put(exp_avg_sq + at, v, bits >> 16, mask)
         put(kept + at, w, mix_bits(bits ^ key) & 0xFFFF, mask)
         if HAS_MASTER:
-            tl.store(weight + at, w.to(weight.dtype.element_ty), mask)
+            tl.store(weight + at, w, mask)

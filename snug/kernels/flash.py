@@ -84,8 +84,8 @@ if triton is not None:
 
     @triton.jit
     def put(dk, dv, place, dkeys, dvalues, mask):
-        tl.store(dk + place, dkeys.to(dk.dtype.element_ty), mask)
-        tl.store(dv + place, dvalues.to(dv.dtype.element_ty), mask)
+        tl.store(dk + place, dkeys, mask)
+        tl.store(dv + place, dvalues, mask)
 
     # T differs in every micro-batch. Without this, T = 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T"])
@@ -146,9 +146,9 @@ if triton is not None:
                 acc = tl.dot(dz.to(keys.dtype), keys, acc, input_precision="ieee")
         if dy is None:
             tl.store(lse + h * T + token, (top + tl.log2(total)) * LN2, token < end)
-            tl.store(y + h * D + place, (acc / total).to(y.dtype.element_ty), mask)
+            tl.store(y + h * D + place, acc / total, mask)
         else:
-            tl.store(dq + h * D + place, (acc * D**-0.5).to(dq.dtype.element_ty), mask)
+            tl.store(dq + h * D + place, acc * D**-0.5, mask)
 
     @triton.jit(do_not_specialize=["T"])
     def keys_kernel(

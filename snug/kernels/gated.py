@@ -32,14 +32,14 @@ if triton is not None:
         sigmoid = 1 / (1 + tl.exp2(-z * LOG2E))
         if dy is None:
             value = gate * sigmoid * up
-            tl.store(out + row * n + column, value.to(out.dtype.element_ty), mask)
+            tl.store(out + row * n + column, value, mask)
         else:
             out += row * 2 * n + column
             d = tl.load(dy + row * n + column, mask, 0.0).to(tl.float32)
             dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid) * slope)
             dup = d * gate * sigmoid
-            tl.store(out, dgate.to(out.dtype.element_ty), mask)
-            tl.store(out + n, dup.to(out.dtype.element_ty), mask)
+            tl.store(out, dgate, mask)
+            tl.store(out + n, dup, mask)
 
 
 def on_rows(x, dy, out, gelu):

@@ -77,7 +77,7 @@ if triton is not None:
         code = tl.join(byte // 16, byte % 16).reshape(ROWS, 64)
         values = tl.load(pairs + code * 2 + 1) * scale
         at = out + row[:, None] * 64 + tl.arange(0, 64)
-        tl.store(at, values.to(out.dtype.element_ty), mask[:, None])
+        tl.store(at, values, mask[:, None])
 
     @triton.jit
     def sum_parts(total, parts, counters, splits):
@@ -172,7 +172,7 @@ if triton is not None:
         mask = in_w[:, None] & in_x & last
         if residual is not None:
             total += tl.load(residual + at, mask)
-        tl.store(y + at, total.to(y.dtype.element_ty), mask)
+        tl.store(y + at, total, mask)
 
 
 class Quantized(NamedTuple):

@@ -47,8 +47,8 @@ if triton is not None:
         x += b * x_batch + t * x_time + head * x_head + d
         left = tl.load(x, mask, 0.0).to(tl.float32)
         right = tl.load(x + half, mask, 0.0).to(tl.float32)
-        tl.store(x, (left * c - right * s).to(x.dtype.element_ty), mask)
-        tl.store(x + half, (right * c + left * s).to(x.dtype.element_ty), mask)
+        tl.store(x, left * c - right * s, mask)
+        tl.store(x + half, right * c + left * s, mask)
 
 
 def rotary_frequencies(config, device):

@@ -107,7 +107,7 @@ if triton is not None:
                 d = tl.where(column == target, slope, 0.0) - slope * tl.exp2(z)
                 if PADDED:
                     d = tl.where(column < n_vocab, d, 0.0)
-                tl.store(logits + column, d.to(logits.dtype.element_ty), mask)
+                tl.store(logits + column, d, mask)
 
 
 def tile(width, itemsize=2, gradient=False):
