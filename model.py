@@ -85,11 +85,8 @@ class Attention(nn.Module):
 
 def norm_heads(norm, x):
     """Normalize each head of x (B, heads, T, D); if the norm has heads * D numbers, all heads of a token together."""
-    B, heads, T, D = x.shape
-    if norm.weight.shape[0] == D:
-        return norm(x)
-    x = norm(x.transpose(1, 2).reshape(B, T, heads * D))
-    return x.view(B, T, heads, D).transpose(1, 2)
+    x = x.transpose(1, 2)  # (B, T, heads, D)
+    return norm(x.reshape(*x.shape[:2], -1, len(norm.weight))).view(x.shape).transpose(1, 2)
 
 
 class MLP(nn.Module):

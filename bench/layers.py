@@ -8,8 +8,8 @@ mode sees every ATen op; views launch nothing. Bytes: each op reads its argument
 floor    the bytes of matrix products and attention alone: as if all else happened within them. What is dequantized
          from NF4 counts as bfloat16 in a product
 
-The training step is one packed row of a prompt. Some ops differ on CUDA, which this file corrects: the fused RMS norm
-and its backward (2 kernels), a product that adds to a copy (2), and Triton's kernels (3 in attention's backward).
+The training step is one packed row of a prompt. Some ops differ on CUDA, which this file corrects: a product that adds
+to a copy (2 kernels), and Triton's kernels (3 in attention's backward).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from snug.kernels.segments import Segments
 SHAPES = {"1.5B": QWEN_15B, "7B": QWEN_7B}
 PROMPTS, PROMPT_WIDTH, WIDTH = 4, 256, 256  # of the KV cache, which is full
 # where kernels are launched by `launch`; in flash.py if not `nothing_to_do`
-LAUNCH = "snug.kernels.rotary", "snug.kernels.gated", "snug.kernels.nf4", "snug.decoding.kvcache"
+LAUNCH = "kernels.rotary", "kernels.gated", "kernels.norm", "kernels.nf4", "decoding.kvcache"
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "device")
 
 
@@ -67,26 +67,6 @@ def tensors_in(value):
     if isinstance(value, dict):
         value = list(value.values())
     return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, tuple | list) else []
-
-
-class FusedNorm(torch.autograd.Function):
-    """CUDA's RMS norm: it keeps its input and a number a row; backward takes a kernel for each gradient."""
-
-    count = None
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y = torch.empty_like(x)
-        ctx.save_for_backward(x, weight)
-        FusedNorm.count.add(1, (x, y))
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        FusedNorm.count.add(2, (x, dy, x, dy, dx))
-        return dx, torch.empty_like(weight), None
 
 
 def counted(count):
@@ -145,10 +125,9 @@ def run(what, n_layer, rows, tokens, model, lora_rank, base_dtype) -> Count:
         if lora_rank:
             lora.add(model, lora_rank, 32.0, list(lora.TARGETS))
         model.checkpoint_blocks = what
-        FusedNorm.count, layers.LeanRMSNorm = count, FusedNorm
         flash.nothing_to_do = lambda tensor: counted(count)
         for name in LAUNCH:
-            sys.modules[name].launch = launched(count)
+            sys.modules[f"snug.{name}"].launch = launched(count)
         model.angles(torch.zeros(1, 1, dtype=torch.long, device=model.device), max(tokens, PROMPT_WIDTH + WIDTH))
         if what == "decode":
             cache = kvcache.KVCache(

@@ -74,6 +74,9 @@ def cases(settings, config):
     yield "draw", draw, (V, 4)
     yield "rows", rows, (V, 4)
     yield "gated", lambda x: gated.GatedUnit.apply(x, config.mlp == "geglu"), (3, 2 * config.n_hidden)
+    if config.norm == "rmsnorm":  # the first row is the weight, so that its gradient is compared, too
+        eps, centered = config.norm_eps, config.zero_centered_norm
+        yield "norm", lambda x: layers.Norm.apply(x[1:], x[0, 0], eps, centered), (5, 4, C)
     if angles:
         yield "rotary", lambda x: rotary.Rotary.apply(x, *angles, x.shape[1:2])[0], q
     if settings.base_dtype:

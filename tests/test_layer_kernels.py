@@ -1,4 +1,4 @@
-"""The kernels of a layer, rotary and SwiGLU, against float64; NF4; residual adds; what a layer keeps for backward.
+"""The kernels of a layer, rotary, SwiGLU and RMS norm, against float64; NF4; residual adds; what a layer keeps for backward.
 
 As in test_kernels.py, the tests of values run again in Triton's interpreter, and on CUDA."""
 
@@ -28,10 +28,11 @@ from model import make_model as new_model
 from snug import lora
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
-from snug.kernels import gated, nf4, rotary, triton
+from snug.kernels import gated, nf4, norm, rotary, triton
 from snug.kernels import layers as lean
 from snug.kernels.gated import GatedUnit
 from snug.kernels.nf4 import NF4, Quantized
+from snug.kernels.norm import Norm
 from snug.kernels.rotary import Rotary, rotate
 from snug.memory.ledger import LiveBytes
 
@@ -42,7 +43,7 @@ test_values_in_the_interpreter = in_the_interpreter(__file__, 30)
 
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
-    forbid_plain_torch(monkeypatch, (rotary, "rotate"), (gated, "rows_in_torch"))
+    forbid_plain_torch(monkeypatch, (rotary, "rotate"), (gated, "rows_in_torch"), (norm, "norm_in_torch"))
 
 
 def assert_rounded(value, exact, dtype):
@@ -125,6 +126,58 @@ def test_a_gated_unit_and_its_gradient(shape, dtype, gelu):
     for ours, truth in ((y.detach(), expected.detach()), (leaf.grad, exact.grad)):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), truth, **tolerance)
+
+
+# RMS norm.
+
+
+NORMS = [
+    ((3, 2, 2560), False),
+    ((1, 1, 320), True),
+    ((2, 3, 5, 24), True),
+    ((1, 4, 2, 1152), False),
+    ((2, 0, 16), True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, centered", NORMS)
+def test_an_rms_norm_and_its_gradients(shape, centered, dtype, monkeypatch):
+    """Rows that share a program in backward; heads with gaps between them, and a weight of another type."""
+    n, other = shape[-1], torch.bfloat16 if dtype == torch.float32 else torch.float32
+    monkeypatch.setattr(norm, "SUMS", 2 ** n.bit_length())
+    weight = torch.randn(n, device=DEVICE).to(other if len(shape) == 4 else dtype).requires_grad_()
+    x = torch.randn(*shape[:-2], shape[-2] + 1, n + 8, device=DEVICE).to(dtype).requires_grad_()[..., :-1, :n]
+    dy = torch.randn(shape, device=DEVICE).to(dtype).transpose(1, -2).contiguous().transpose(1, -2)
+    exact, w = (part.detach().double().requires_grad_() for part in (x, weight))
+    expected = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (w + int(centered))
+    expected.backward(dy.double())
+    y, frozen = (
+        Norm.apply(x if len(shape) == 4 else x.contiguous(), each, 1e-6, centered) for each in (weight, weight.detach())
+    )
+    dx, dweight = torch.autograd.grad(y, [x, weight], dy)
+    assert frozen.equal(y) and torch.autograd.grad(frozen, x, dy)[0].equal(dx)
+    assert_rounded(y.detach(), expected.detach(), dtype)
+    for ours, truth, its in ((dx, exact.grad, dtype), (dweight, w.grad, weight.dtype)):
+        torch.testing.assert_close(
+            ours.double(), truth, rtol=rounding(its) + 1e-6, atol=1e-5 if its != torch.float64 else 1e-13
+        )
+    assert Norm.apply(x[:, :1], weight, 1e-6, centered).equal(y[:, :1])  # a row does not depend on the others
+
+
+@pytest.mark.parametrize("theirs", ["gemma3.modeling_gemma3.Gemma3RMSNorm", "qwen3.modeling_qwen3.Qwen3RMSNorm"])
+def test_norms_are_those_of_transformers_within_their_rounding(theirs):
+    """Gemma's rounds once, Qwen's before it multiplies, too. In float16 in the interpreter, which cuts to bfloat16."""
+    module, name = theirs.rsplit(".", 1)
+    module = pytest.importorskip(f"transformers.models.{module}")
+    dtype, centered = torch.float16 if INTERPRETED else torch.bfloat16, "Gemma" in name
+    theirs, ours = getattr(module, name)(128, 1e-6), lean.RMSNorm(128, 1e-6, centered)
+    theirs.weight.data.normal_()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 4, 128, device=DEVICE).to(dtype)
+    y, expected = (norm.to(DEVICE, dtype)(x) for norm in (ours, theirs))
+    torch.testing.assert_close(y, expected, rtol=(1 if centered else 2) * torch.finfo(dtype).eps, atol=1e-6)
+    assert not centered or (y == expected).float().mean() > 0.999
 
 
 # NF4.
@@ -343,7 +396,7 @@ def test_a_planned_layer_keeps_what_the_mathematics_needs(kind):
     c, BT, D = depths[0][0], 32, 16
     C, heads = c.n_embd, c.n_head + 2 * c.n_kv_head
     numbers = 4 * C + heads * D + c.n_head * D + 3 * c.n_hidden
-    assert depths[1][1] - depths[0][1] == BT * (2 * numbers + 4 * 2 + 4 * c.n_head)  # and each norm's, softmax's sums
+    assert depths[1][1] - depths[0][1] == BT * (2 * numbers + 4 * c.n_head)  # and softmax's sums
 
 
 def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
@@ -354,7 +407,7 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
         assert "clone" not in depths[1][2]
         kept[qk_norm] = depths[1][1] - depths[0][1]
     heads, BT, D = 6 + 2, 32, 16
-    assert kept[True] - kept[False] == BT * heads * (2 * D + 4)  # and a sum each
+    assert kept[True] - kept[False] == BT * heads * 2 * D
     # In float32 keys and values are repeated.
     assert planned_forward("cuda", "float32", n_layer=1)[2].count("clone") == 2
 
@@ -366,7 +419,8 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
 @pytest.mark.parametrize("dtype", ["bf16", long("fp32")])
 def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
     """At Qwen2.5-1.5B's shape, and with what a step of one row and one token leaves at 1."""
-    x = dict.fromkeys(("out", "x", "dy"), "*" + dtype) | dict.fromkeys(("cos", "sin"), "*fp32")
+    x = dict.fromkeys(("out", "x", "dy", "weight"), "*" + dtype) | dict.fromkeys(("cos", "sin", "sums"), "*fp32")
+    x, rows = x | dict(eps="fp32"), {"x_token", "x_head", "n"}
     strides = {"x_batch", "x_head", "x_time", "table_batch", "table_time"}
     for kernel, constants, ones, aligned, most in (
         (rotary.rotary_kernel, dict(M=16, DP=64, BACK=False), ("T",), strides | {"D"}, 128),
@@ -375,11 +429,15 @@ def test_compiled_kernels_stay_in_registers(capability, dtype, tmp_path):
         (gated.gated_kernel, dict(BLOCK=1024, dy=None, GELU=False), ("blocks",), {"n"}, 64),
         (gated.gated_kernel, dict(BLOCK=1024, GELU=False), ("blocks",), {"n"}, 64),
         (gated.gated_kernel, dict(BLOCK=1024, GELU=True), ("blocks",), {"n"}, 64),
+        (norm.norm_kernel, dict(BLOCK=4096, CENTERED=True, dy=None, sums=None), ("heads",), rows, 64),
+        (norm.norm_kernel, dict(BLOCK=4096, CENTERED=True), ("heads",), rows, 80),
+        (norm.norm_kernel, dict(BLOCK=256, CENTERED=True), ("heads",), rows, 80),
     ):
         for equal_to_one in ((), ones):
             chosen = constants | {name: 1 for name in equal_to_one if name in kernel.arg_names}
             pointers = {name: kind for name, kind in x.items() if name in kernel.arg_names and name not in chosen}
-            used, ptx = resources_of(kernel, capability, pointers, chosen, aligned - set(chosen), 4, tmp_path)
+            its = pointers, chosen, aligned - set(chosen), 4 if kernel != norm.norm_kernel else chosen["BLOCK"] // 256
+            used, ptx = resources_of(kernel, capability, *its, tmp_path)
             assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= most
             if constants.get("M") != 1:  # 16 bytes at a time; of one head there are not enough for all threads
                 assert "ld.global.v4" in ptx and "st.global.v4" in ptx

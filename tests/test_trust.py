@@ -22,16 +22,16 @@ from snug.decoding import draw, kvcache
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.device.processes import ONE_PROCESS, OneProcess
-from snug.kernels import OFF, adamw, flash, gated, launch, nf4, rotary, uses_triton
+from snug.kernels import OFF, adamw, flash, gated, launch, nf4, norm, rotary, uses_triton
 from snug.logprobs import rows
 from snug.options import SnugError
 
 MODULES = dict(adamw=adamw, attention=flash, decode=kvcache, draw=draw, gated=gated, nf4=nf4, nf4_product=nf4)
-MODULES |= dict(rotary=rotary, rows=rows)
+MODULES |= dict(norm=norm, rotary=rotary, rows=rows)
 # Windows and layers that see all, heads that are shared, partly rotated, a geglu.
 SHAPE = LLAMA | dict(n_layer=6, full_every=2, sliding_window=20, n_embd=64, mlp="geglu", rotary_fraction=0.5)
 SETTINGS = GRPOSettings(dtype="float32", lora_rank=5, base_dtype="nf4", group_size=3, init_from="x")
-test_kernels_in_the_interpreter = in_the_interpreter(__file__, 36)
+test_kernels_in_the_interpreter = in_the_interpreter(__file__, 41)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 elsewhere = pytest.mark.skipif(INTERPRETED, reason="runs without kernels")
 
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_found_and_what_is_right_is_not(kernel, planted, said, 
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", ["attention", "gated", "nf4", "rotary", "rows"])
+@pytest.mark.parametrize("kernel", ["attention", "gated", "nf4", "norm", "rotary", "rows"])
 def test_what_is_wrong_in_backward_alone_is_found(kernel, gpu):
     in_backward = []
 

@@ -5,7 +5,7 @@ without data it is not launched. Each kernel has a twin in plain torch: tests an
 twin runs where no kernel can. Kernels use exp2 and log2, because the hardware has instructions for them. What tl.store
 stores takes the tensor's type.
 
-gated, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
+gated, norm, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
 layers: linear layers, norm and embedding made of these and of plain torch; it has no kernel of its own.
 
 Left out: the kernels of log-probs (snug/logprobs/rows.py), decode attention and drawing (decoding/).

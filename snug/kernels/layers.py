@@ -1,5 +1,5 @@
-"""Layers that keep fewer bytes than PyTorch's: linear layers that add, the CPU's RMS norm, the embedding; offloaded
-block inputs.
+"""Layers that keep fewer bytes than PyTorch's: linear layers that add, RMS norm, the embedding; offloaded block
+inputs.
 
 Test: pytest tests/test_model.py tests/test_layer_kernels.py
 """
@@ -13,6 +13,7 @@ from snug.device import cpu
 from snug.device.host import new_on_host
 from snug.device.kinds import kind_of, off_mps
 from snug.kernels.nf4 import NF4, NF4Linear, product, takes_product
+from snug.kernels.norm import Norm
 from snug.memory.ledger import component
 
 
@@ -56,9 +57,7 @@ def hold_in_nf4(model, device, empty=False):
 
 
 class RMSNorm(nn.RMSNorm):
-    """CUDA has a fused kernel. Elsewhere PyTorch saves several float32 copies of x for backward, LeanRMSNorm only x.
-
-    zero_centered: x is multiplied by 1 + weight, which begins at 0."""
+    """zero_centered: x is multiplied by 1 + weight, which begins at 0."""
 
     def __init__(self, size, eps, zero_centered=False):
         super().__init__(size, eps)
@@ -67,36 +66,7 @@ class RMSNorm(nn.RMSNorm):
             nn.init.zeros_(self.weight)
 
     def forward(self, x):
-        weight = self.weight
-        if self.zero_centered:
-            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if x.is_cuda or x.dtype == torch.float64:
-            # x and the weight in one type: for two there is no fused kernel, and autocast would return float32.
-            with torch.autocast(x.device.type, enabled=False):
-                return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
-        return LeanRMSNorm.apply(x, weight, self.eps)
-
-
-class LeanRMSNorm(torch.autograd.Function):
-    """y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps), in float32; saved: x and rstd (..., 1)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        x32 = x.float()
-        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd * weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        unit, dy = x.float() * rstd, dy.float()
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = (dy * unit).flatten(0, -2).sum(0).to(weight.dtype)
-        dy = dy * weight
-        dx = (dy - unit * (dy * unit).mean(-1, keepdim=True)).mul_(rstd)
-        return dx.to(x.dtype), dweight, None
+        return Norm.apply(x, self.weight, self.eps, self.zero_centered)
 
 
 class Embed(torch.autograd.Function):
