@@ -200,8 +200,8 @@ def policy_loss(
         per_token = per_token * correction.clamp(max=options.importance_sampling_cap)
     metrics = {"clip_fraction": clipped.sum() / num_tokens}
     if ref_logprobs is not None:
-        metrics["kl"] = kl_divergence(logprobs.detach(), ref_logprobs).sum() / num_tokens
         kl = kl_divergence(logprobs, ref_logprobs)
+        metrics["kl"] = kl.detach().sum() / num_tokens
         if options.kl_estimator == "k3":
             kl = kl * ratio
         per_token = per_token + options.beta * kl

@@ -81,17 +81,14 @@ def evaluation_settings(options, given, run: SFTSettings | GRPOSettings):
     Raises SnugError if the run has a test_file and the user gives another data_file, but no test_file.
     """
     task, changes = options.task or run.task, {}
-    if not run.task:  # a Hugging Face model
-        changes["max_new_tokens"] = GRPOSettings.max_new_tokens
-    elif task != run.task:
-        changes["max_new_tokens"] = 0
+    if task != run.task:
+        new = GRPOSettings(task=task)
+        changes = {name: getattr(new, name) for name in new.of_task()} | dict(max_prompt_length=0)
+        changes["max_new_tokens"] = 0 if run.task else new.max_new_tokens  # of a Hugging Face model
     elif getattr(run, "test_file", "") and "data_file" in given and "test_file" not in given:
         raise SnugError(
             f"data_file={options.data_file}: the run trained on all of its file; give --test_file"
         )
-    if task != run.task:
-        new = GRPOSettings(task=task)
-        changes |= {name: getattr(new, name) for name in new.of_task()} | dict(max_prompt_length=0)
     if task != run.task or "reward_funcs" in given:
         changes |= asdict(RewardOptions())
     changes |= UNTRAINED | dict(task=task, eval_prompts=options.num_prompts)

@@ -85,10 +85,15 @@ class GPTConfig:
         if self.position == "rotary" and (size % 2 or not 0 < size <= self.head_size):
             raise ValueError(f"{size} of {self.head_size} numbers of a head turn, which are no pairs")
         factors = self.rope_short_factor, self.rope_long_factor
-        if self.rope_type == "longrope" and {*map(len, factors)} != {size // 2}:
-            raise ValueError(f"longrope has {size // 2} short and long factors, not {factors!r:.60}")
-        if self.rope_type == "longrope" and self.block_size > longest > 0:
-            raise ValueError(f"block_size={self.block_size} is more than longrope's original {longest}")
+        if self.rope_type == "longrope":
+            if {*map(len, factors)} != {size // 2}:
+                raise ValueError(
+                    f"longrope has {size // 2} short and long factors, not {factors!r:.60}"
+                )
+            if self.block_size > longest > 0:
+                raise ValueError(
+                    f"block_size={self.block_size} is more than longrope's original {longest}"
+                )
 
     @property
     def rotary_size(self) -> int:

@@ -180,11 +180,12 @@ class DryTraining(Training):
             batch.rehearse()
         tokens, logprobs = batch.tokens[:-1], batch.logprobs[:-1]
         del batch
-        lengths = columns([prompt] * N, [completion] * N)
-        stopped = columns([True] * N)
-        tokens_of_rollouts = torch.zeros(N, prompt + completion, dtype=torch.long)
         return Rollouts(
-            tokens_of_rollouts, *lengths, logprobs.clone(), torch.ones_like(tokens), *stopped
+            torch.zeros(N, prompt + completion, dtype=torch.long),
+            *columns([prompt] * N, [completion] * N),
+            logprobs.clone(),
+            torch.ones_like(tokens),
+            *columns([True] * N),
         )
 
     def take_step(self, *args):
