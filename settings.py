@@ -479,7 +479,7 @@ class GRPOSettings(
         super().check()
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
             raise SnugError(
-                f"epsilon_high={self.epsilon_high} is the largest ratio of cispo; try --epsilon_high=5"
+                f"loss_type=cispo needs epsilon_high above 1, not {self.epsilon_high}; try --epsilon_high=5"
             )
         if self.train_batch_size and self.sequences_per_rollout % self.train_batch_size:
             raise SnugError(

@@ -117,7 +117,7 @@ def make_task(settings, demonstrations: bool = False) -> Task:
     demonstrations=True: every row must have one (SFT). Raises SnugError if the options leave no usable task.
     """
     if settings.system_prompt and not settings.chat:
-        raise SnugError(f"system_prompt={settings.system_prompt!r:.60} is of a chat; add --chat")
+        raise SnugError(f"system_prompt={settings.system_prompt!r:.60} needs a chat; add --chat")
     task = find_task(settings.task)(settings, demonstrations)
     task.survey()
     return task

@@ -101,7 +101,9 @@ class Jsonl(FileTask):
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt must be text or messages, not {prompt!r:.40}")
         if taken := ARGUMENTS & row.keys():
-            raise ValueError(f"the column {min(taken)} has the name of an argument of reward functions")
+            raise ValueError(
+                f"column {min(taken)} has the name of an argument of reward functions; rename it"
+            )
         return row
 
     def earlier(self, row):

@@ -83,7 +83,7 @@ class GPTConfig:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}")
         size, longest = self.rotary_size, self.rope_original_block_size
         if self.position == "rotary" and (size % 2 or not 0 < size <= self.head_size):
-            raise ValueError(f"{size} of {self.head_size} numbers of a head turn, which are no pairs")
+            raise ValueError(f"rotary needs pairs, not {size} of a head's {self.head_size} numbers")
         factors = self.rope_short_factor, self.rope_long_factor
         if self.rope_type == "longrope":
             if {*map(len, factors)} != {size // 2}:

@@ -262,7 +262,7 @@ def test_parquet(tmp_path, monkeypatch):
             '{"prompt": "a", "answer": 1}',
             "no row is in the test split .different prompts: 1.; name a test_file",
         ),
-        ("a.jsonl", '{"prompt": "a", "stopped": 1}', "a.jsonl:1: the column stopped has the name of an argument"),
+        ("a.jsonl", '{"prompt": "a", "stopped": 1}', "a.jsonl:1: column stopped has the name of an argument"),
     ],
 )
 def test_other_files_that_do_not_serve(tmp_path, name, content, message):

@@ -66,7 +66,7 @@ def head_options(
         dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}; only autocast mixes them"
+            f"hidden is {hidden.dtype} and weight {weight.dtype}; use one dtype, or autocast"
         )
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
     width = len(weight) + (len(teacher.weight) if teacher else 0)

@@ -138,5 +138,5 @@ class Limits:
 def at_the_floor(where, failure) -> SnugError:
     return SnugError(
         f"out of memory, {where}: {failure}; try a lower --max_new_tokens, or --resume=auto with "
-        "--memory_budget_gb=auto or less than now"
+        "--memory_budget_gb=auto or a lower one"
     )
