@@ -172,7 +172,7 @@ class MemoryOptions:
     grad_offload: bool = option(False, "accumulate gradients on the host")
     memory_budget_gb: str = option(
         "",
-        "GiB, or auto: what is free; finds the fastest options that fit and keep results",
+        "GiB, on CUDA a cap, or auto: what is free; finds the fastest options that fit and keep results",
     )
     plan: bool = option(False, "print the memory that an iteration needs; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)

@@ -285,8 +285,19 @@ def test_auto_is_what_is_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 9000))
     settings.device = half.device = "cuda"
-    assert room_for(settings, torch.device("cuda")) == Room(0.95 * 300, 1000)
+    assert room_for(settings, torch.device("cuda")) == Room(0.92 * 300, 1000)
     assert room_for(half, torch.device("cuda")) == Room(GIB / 2, 1000)
+
+
+def test_a_budget_in_gib_is_a_cap_until_the_next_run(monkeypatch, made_up, tmp_path):
+    """Not above the card's memory, here 2 GiB; a run without a budget, and one with auto, has no cap."""
+    prepared, settings = prepared_run(tmp_path)
+    caps, device = [], torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: caps.append(given))
+    for budget in ("0.5", "99", "", "auto"):
+        apply(dry_run(prepared), dataclasses.replace(settings, memory_budget_gb=budget), device, print)
+    assert caps == [(0.25, device), (1.0, device), (1.0, device), (1.0, device)]
 
 
 def test_a_cpu_has_no_other_place_for_its_tensors():

@@ -16,6 +16,12 @@ def keep_broken(pool):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
+def cap(device, most: float):
+    """Beyond so many bytes the allocator raises OutOfMemoryError, also if the GPU has more. inf: no cap."""
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+
+
 def empty_cache():
     """Give the blocks that the allocator caches back to the GPU, if there is one.
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from snug.device.cuda import cap
 from snug.device.host import available_on_host
 from snug.device.kinds import kind_planned, logits_budget
 from snug.memory.plan import GIB, plan
@@ -110,8 +111,9 @@ def changes(before, after) -> str:
 def room_for(settings, device) -> Room | None:
     """The Room of memory_budget_gb; None without one. device: the run's.
 
-    auto: the free memory (on MPS what Metal recommends), less a twentieth for fragmentation. On a CPU less a fifth:
-    there the kernel kills a process that takes too much, and other processes may need more later.
+    auto: the free memory, less 8 % for fragmentation and for kernels and libraries that CUDA loads later; on MPS what
+    Metal recommends, less a twentieth. On a CPU less a fifth: there the kernel kills a process that takes too much, and
+    other processes may need more later.
     """
     budget, kind, host = settings.memory_budget_gb, kind_planned(settings.device), math.inf
     mine = kind == kind_planned("auto")
@@ -129,7 +131,7 @@ def room_for(settings, device) -> Room | None:
         )
     if kind == "mps":
         return Room(0.95 * torch.mps.recommended_max_memory())
-    return Room(0.95 * torch.cuda.mem_get_info(device)[0], host)
+    return Room(0.92 * torch.cuda.mem_get_info(device)[0], host)
 
 
 @phase("planning")
@@ -151,6 +153,9 @@ def show(dry_run, settings) -> str:
 def apply(dry_run, settings, device, say):
     """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
     room = room_for(settings, device)
+    if device.type == "cuda":
+        given = settings.memory_budget_gb not in ("", "auto")
+        cap(device, room.device if given else math.inf)
     if room is None:
         return settings
     fitted, planned = fit(dry_run, settings, room)
