@@ -310,6 +310,7 @@ MUTANTS = [
     ("rehearsed with one prompt slot", "snug/decoding/decode_batch.py", "n - (prompt_slots > 1)), 1)", "n), 1)", "test_sample.py"),
     ("gpu: uniforms are made on the host", "snug/decoding/decode_batch.py", "self.u = zeros(shape)", "self.u = torch.zeros(shape)", "test_fake_cuda.py"),
     ("gpu: a step waits for the device", "snug/decoding/decode_batch.py", "hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "self.t.max().item()\n        hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]", "test_fake_cuda.py"),
+    ("gpu: prefills are as large for few slots", "snug/decoding/decode_batch.py", "// width, groups))", "// width, slots))", "test_sample.py"),
     ("gpu: a cap outlives its run", "snug/memory/fit.py", '    if device.type == "cuda":\n', '    if device.type == "cuda" and room:\n', "test_plan.py"),
     ("gpu: a windowed backward uploads its positions", "batch.py", '    mask.positions = tables["positions"]\n', "", "test_fake_cuda.py"),
     ("a new sequence goes on at the old one's length", "snug/decoding/decode_batch.py", "self.t[slots] = 0", "pass", "test_sample.py"),

@@ -12,11 +12,14 @@ import sample
 from helpers.models import DEVICE, make_flat_model, make_model
 from helpers.rollouts import assert_naive, rows_of
 from model import autocast
+from model import make_model as make_gpt
 from runs import loading
 from sample import sample_groups
 from settings import GRPOSettings, SampleSettings, SFTSettings
 from snug.decoding import decode_batch as batch
+from snug.device.kinds import PlanningMode
 from snug.memory.meter import MemoryMeter
+from snug.memory.plan import Recorder
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 from training.dry_run import DryTraining
@@ -199,6 +202,14 @@ def test_plain_torch_is_not_recorded():
 
 
 REHEARSED = [(10, 9, 16, "float32"), (1, 40, 16, "bfloat16"), (4, 16, None, "float32"), (8, 8, 8, "bfloat16")]
+
+
+def test_fewer_completions_at_a_time_make_prefills_smaller_on_a_gpu():
+    """16 prompts of 2,048 tokens with 8 completions each. The last out-of-memory in a prefill is that of one prompt."""
+    with PlanningMode("cuda", Recorder()):
+        model = make_gpt(dict(n_layer=1, n_embd=32, n_head=2, vocab_size=8, block_size=4096), "cpu")
+        batches = [batch.DecodeBatch(model, [[1] * 2048] * 16, 8, 64, most) for most in (128, 64, 32, 16, 8, 1)]
+    assert [each.prompts_at_once for each in batches] == [8, 8, 4, 2, 1, 1]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts a CPU's bytes")
