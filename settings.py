@@ -152,8 +152,8 @@ class MemoryOptions:
     activation_offload: bool = option(False, "keep block inputs on the host until backward")
     param_dtype: str = option(
         "float32",
-        "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto",
-        choices=DTYPES,
+        "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto; auto: on a GPU as dtype",
+        choices=("auto", *DTYPES),
     )
     optimizer_dtype: str = option(
         "float32",
@@ -383,6 +383,8 @@ class LoopSettings(
         for given, value, needs in RULES:
             for name, needed in needs.items():
                 now = getattr(self, name, needed)
+                if (name, now) == ("param_dtype", "auto"):  # goes with any dtype
+                    now = needed
                 if getattr(self, given, None) == value and now != needed:
                     problem = f"{given}={value or 'none'} does not support {name}={now}"
                     raise SnugError(f"{problem}; use --{name}={needed}, or another {given}")

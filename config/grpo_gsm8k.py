@@ -25,5 +25,6 @@ eval_prompts = 200
 save_interval = 20
 
 dtype = "bfloat16"
+param_dtype = "auto"  # on a GPU bfloat16, beside float32 masters
 checkpoint_blocks = "block"
 max_tokens_per_micro_batch = 8192

@@ -93,6 +93,12 @@ def test_the_default_dtype_is_what_the_device_is_fast_in(h100, capability, fast)
     assert with_dtype(half, "cuda").dtype == with_dtype(half, "cpu").dtype == "bfloat16"
     for chosen in ("float32", "bfloat16"):
         assert with_dtype(GRPOSettings(dtype=chosen), "cuda").dtype == chosen
+        auto = GRPOSettings(dtype=chosen, param_dtype="auto")
+        auto.check()
+        found = [with_dtype(auto, kind).param_dtype for kind in ("cuda", "cpu", "mps")]
+        assert found == [chosen, "float32", "float32"]
+    auto.dtype = "auto"
+    assert with_dtype(auto, "cuda").param_dtype == fast and with_dtype(auto, "cpu").dtype == "float32"
     assert with_dtype(GRPOSettings(), "mps").dtype == "float32" and with_dtype(half, "mps").dtype == "bfloat16"
 
 
