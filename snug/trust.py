@@ -37,8 +37,8 @@ def cases(settings, config):
     """Yield (kernel, a function that uses it, shapes of its inputs)."""
     q, k = ((4, heads, 1, config.head_size) for heads in (config.n_head, config.n_kv_head))
     C, V, group = config.n_embd, config.n_vocab, config.n_head // config.n_kv_head
-    columns = torch.arange(max(config.windows) + 60, device=DEVICE)
-    four, longest, angles = columns[:4], len(columns), None
+    four, longest = torch.arange(4, device=DEVICE), max(config.windows) + 60
+    angles = None
     if config.position == "rotary":
         angles = [table[:, None, None] for table in rotary.rotary_table(config, 4, DEVICE)]
 
@@ -51,7 +51,7 @@ def cases(settings, config):
     def decode(q, k):
         cache = KVCache(config, 1, longest, 4, 40, q.dtype, DEVICE, settings.group_size)
         cache.prompt_lengths.fill_(longest)
-        cache.prompt.copy_(columns[:, None].cos())
+        cache.prompt.copy_(k[:1])
         cache.assign(np.zeros(4, int))
         cache.begin_step(four * 13, 40, False)
         return torch.cat([cache.attend(layer, q, k, k, angles) for layer in range(config.n_layer)])
@@ -81,12 +81,11 @@ def cases(settings, config):
         yield "rotary", lambda x: rotary.Rotary.apply(x, *angles, x.shape[1:2])[0], q
     if settings.base_dtype:
         linear = layers.Linear(C, 192, bias=False, device=DEVICE)
-        torch.nn.init.normal_(linear.weight)  # so that it is most of the result
         layers.hold_in_nf4(linear, DEVICE)
         linear = LoRALinear(linear, settings.lora_rank, 2.0)
-        torch.nn.init.ones_(linear.lora_B)
+        torch.nn.init.constant_(linear.lora_B, 0.1)
         yield "nf4", linear, (64, C)
-        yield "nf4_product", torch.no_grad()(linear.forward), (64, C), (64, 192)
+        yield "nf4_product", torch.no_grad()(linear.forward), (64, C)
 
 
 @torch.enable_grad()
@@ -100,14 +99,14 @@ def error_of(dtype, function, *shapes) -> float:
         return [y, *torch.autograd.grad(y.square().sum(), x)] if y.grad_fn else [y]
 
     # `map` ends with the shorter list: a kernel may have no gradient where its twin has one.
-    pairs = results(dtype), results(torch.float64)
-    errors = map(lambda a, b: (a - b).norm() / b.norm(), *pairs)
+    both = results(dtype), results(torch.float64)
+    errors = map(lambda a, b: (a - b).norm() / b.norm(), *both)
     return torch.stack([*errors]).max().item()
 
 
 @phase("trying kernels")
-def try_kernels(settings, shape) -> dict[str, str]:
-    """Fill OFF with the kernels that are not right, and why. If all were right before, nothing is tried."""
+def try_kernels(settings, shape):
+    """-> OFF, with the kernels that are not right, and why. If all were right before, nothing is tried."""
     config = GPTConfig(**shape | dict(n_layer=shape.get("full_every") or 1))
     machine = (
         f"{torch.cuda.get_device_name()} (driver {torch._C._cuda_getDriverVersion()}, "
@@ -135,15 +134,15 @@ def try_kernels(settings, shape) -> dict[str, str]:
     return OFF
 
 
-def choose_kernels(settings, shape, kind, say, processes=ONE_PROCESS) -> dict[str, str]:
+def choose_kernels(settings, shape, kind, say, processes=ONE_PROCESS):
     """From now on OFF has the kernels that plain torch replaces, in all processes, and why. If there are any, `say` gets
-    a line -> {"kernels_warning": this line}, for settings.json, or {}. SnugError if a kernel broke CUDA.
+    a line -> this line, for the log and settings.json, or None. SnugError if a kernel broke CUDA.
 
     shape: GPTConfig's keywords. kind: "cuda" or another kind of device.
     """
     OFF.clear()
     if kind != "cuda":
-        return {}
+        return
     if settings.kernels == "torch":
         OFF["all"] = "--kernels=torch"
     elif triton is None:
@@ -152,11 +151,11 @@ def choose_kernels(settings, shape, kind, say, processes=ONE_PROCESS) -> dict[st
         for found in processes.from_all_ranks(lambda: try_kernels(settings, shape)):
             OFF.update(found)
     if not OFF:
-        return {}
+        return
     line = (
         f"warning: plain torch in place of kernels ({', '.join(OFF)})"
         f"{' and no CUDA graphs' if OFF.keys() & {'all', 'decode'} else ''}, which is slower: "
         f"{'; '.join(dict.fromkeys(OFF.values()))}"
     )
     say(line)
-    return dict(kernels_warning=line)
+    return line

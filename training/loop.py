@@ -65,17 +65,17 @@ def run(prepared, title, iterate) -> bool:
     device = pick_device(processes.device(settings.device))
     with processes:
         settings = with_dtype(settings, device.type)
-        facts = choose_kernels(settings, prepared.shape, device.type, say, processes)
+        warning = choose_kernels(settings, prepared.shape, device.type, say, processes)
         prepared.settings = processes.first(apply(rehearse, settings, device, say))
         with ExitStack() as stack:
             # If rank 0 does not get the lock, all processes end.
             lock = locked(settings.out_dir)
             processes.from_all_ranks(lambda: None if processes.rank else stack.enter_context(lock))
-            return train(prepared, title, iterate, device, processes, facts)
+            return train(prepared, title, iterate, device, processes, warning)
 
 
-def train(prepared, title, iterate, device, processes, facts):
-    """-> False if the run was stopped. facts: from `choose_kernels`."""
+def train(prepared, title, iterate, device, processes, warning):
+    """-> False if the run was stopped. warning: from `choose_kernels`."""
     settings, resume = prepared.settings, prepared.resume
     # The same in every process: a checkpoint keeps rank 0's generators. A reward function may draw from any generator.
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -93,10 +93,9 @@ def train(prepared, title, iterate, device, processes, facts):
         if resume is None and not quiet and is_used:
             moved = move_aside(folder)
         make_log = NoLog if quiet else RunLog
-        with make_log(
-            settings, title, start, device=device.type, parameters=size_of(model), **facts
-        ) as log:
-            for warning in facts.values():
+        facts = dict(device=device.type, kernels_warning=warning)
+        with make_log(settings, title, start, parameters=size_of(model), **facts) as log:
+            if warning:
                 log.to_file(warning)
             constants = {"data": prepared.task.fingerprint(), "pretrained": prepared.is_pretrained}
             if settings.lora_rank:
