@@ -127,7 +127,7 @@ def agree(model, peer, name):
     """Do both compute the same log-probs? Otherwise nothing would be compared."""
     difference = largest_difference(model, peer)
     limit = 1e-3 if model.device.type == "cpu" and next(peer.parameters()).dtype == torch.float32 else 0.2
-    result(f"{name}: log-probs, difference to generate's model", difference, at_most=limit)
+    result(f"{name}: log-probs, difference to generate's model", difference, at_most=limit, look="give_weights")
     return difference <= limit
 
 
