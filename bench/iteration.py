@@ -56,15 +56,13 @@ from common import (
 )
 
 import grpo
-from model import GPT, GPTConfig, make_model
+from model import GPT, make_model
 from runs.log import read_log
 from runs.prepare import prepare
 from settings import GRPOSettings
-from snug.device import cpu
 from snug.device.kinds import MIB
 from snug.memory import MemoryMeter
 from snug.options import read_settings
-from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import save_pretrained
 from snug.tokenizer import END_OF_TEXT, get_tokenizer
 
@@ -167,30 +165,13 @@ def prepared_run(words, seed, out_dir):
 
 
 def iterations_of_snug(words, seed, folder):
-    """-> the log's lines, and what the floor is made of."""
-    prepared = prepared_run(words, seed, f"{folder}/run")
-    s = prepared.settings
-    grpo.main(prepared)
-    lines = read_log(f"{folder}/run")
-    for line in lines:
-        line["peak_mib"] = line["mem_max_alloc_mb"]
-    rows = prepared.task.prompts("train", range(ITERATIONS * s.batch_size))
-    prompts = [len(prepared.tokenizer.encode_prompt(row["prompt"])) for row in rows]
-    length = statistics.mean(line["completion_length_mean"] for line in lines[UNCOUNTED:])
-    config = GPTConfig(**read_shape(s.init_from))
-    flops = floor_flops(config, s.batch_size, statistics.mean(prompts), s.group_size, length, s.beta > 0)
-    tokens = length * s.batch_size * s.group_size
-    row = statistics.mean(prompts) * s.batch_size + tokens
-    row = min(row, s.max_tokens_per_micro_batch or row)
-    forward = flops / (4 + (s.beta > 0))
-    decoding = forward / product_speed(s.dtype, s.sequences_per_rollout, config.n_embd, config.n_hidden)
-    packed = forward / product_speed(s.dtype, int(row), config.n_embd, config.n_hidden)
-    floors = dict(floor_rollout_s=decoding, floor_reference_s=packed, floor_train_s=3 * packed)
-    return lines, floors | dict(floor_s=flops / product_speed(s.dtype), tokens=tokens)
+    """-> the log's lines, with the peak in each."""
+    grpo.main(prepared_run(words, seed, f"{folder}/run"))
+    return [line | dict(peak_mib=line["mem_max_alloc_mb"]) for line in read_log(f"{folder}/run")]
 
 
 def iterations_of_trl(words, seed, folder, sequences, metered):
-    """-> the same of TRL, which has no floor. metered: the peak, and seconds that mean nothing on a CPU."""
+    """-> the same of TRL. metered: the peak, and seconds that mean nothing on a CPU."""
     from trl.trainer import utils
 
     prepared = prepared_run(words, seed, f"{folder}/run")
@@ -211,7 +192,7 @@ def iterations_of_trl(words, seed, folder, sequences, metered):
         lines = watched(trainer)
         trainer.train()
         peak = meter.figures()["peak"] / MIB if metered else math.nan
-    return [line | dict(peak_mib=peak) for line in lines], {}
+    return [line | dict(peak_mib=peak) for line in lines]
 
 
 def transformers_model(folder, dtype):
@@ -280,49 +261,19 @@ def watched(trainer):
     return lines
 
 
-def floor_flops(c, P, T, k, length, reference):
-    """The fewest operations of an iteration of P prompts of T tokens and k completions of `length` tokens each.
-
-    Each prompt is computed once, not once for each completion; head rows are those of completion tokens. A matrix of n
-    weights takes 2n a token; attention 4 * n_head * head_size for a token and one that it sees, in each layer. A rollout
-    and a reference are one forward pass each, training is three: backward has two products for each one of forward.
-    """
-    mlp = (3 if c.mlp == "swiglu" else 2) * c.n_embd * c.n_hidden
-    block = c.n_embd * c.head_size * (2 * c.n_head + 2 * c.n_kv_head) + mlp
-    pairs = P * (T * T / 2 + k * (length * T + length * length / 2))
-    forward = c.n_layer * (2 * block * P * (T + k * length) + 4 * c.n_head * c.head_size * pairs)
-    forward += 2 * c.n_embd * c.vocab_size * P * k * length
-    return forward * (5 if reference else 4)
-
-
-@torch.no_grad()
-def product_speed(dtype, rows=0, width=0, height=0):
-    """Operations a second of products of x (rows, width) and w (height, width); default: of a large one."""
-    n = 8192 if DEVICE == "cuda" else 2048
-    rows, width, height = rows or n, width or n, height or n
-    x, w = (torch.randn(m, width, device=DEVICE, dtype=getattr(torch, dtype)) for m in (rows, height))
-    repeats = 1 + int(1e9 / (rows * width * height))
-
-    def products():
-        for _ in range(repeats):
-            cpu.linear(x, w)
-
-    return 2 * rows * width * height * repeats / min(clocked(products)[1] for _ in range(5))
-
-
 def arm(arguments):
     """-> the medians of the iterations that count."""
     words = json.loads(arguments.words)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         if arguments.arm == "snug":
-            lines, extra = iterations_of_snug(words + shlex.split(arguments.snug), arguments.seed, folder)
+            lines = iterations_of_snug(words + shlex.split(arguments.snug), arguments.seed, folder)
         else:
             metered = "peak" in arguments.arm
-            lines, extra = iterations_of_trl(words, arguments.seed, folder, arguments.sequences, metered)
-    extra["peak_mib"] = max(line["peak_mib"] for line in lines)
-    lines = lines[UNCOUNTED:] or lines
-    extra["length"] = statistics.mean(line["completion_length_mean"] for line in lines)
-    return {name: statistics.median(line.get(name, 0.0) for line in lines) for name in PHASES} | extra
+            lines = iterations_of_trl(words, arguments.seed, folder, arguments.sequences, metered)
+    peak, lines = max(line["peak_mib"] for line in lines), lines[UNCOUNTED:] or lines
+    length = statistics.mean(line["completion_length_mean"] for line in lines)
+    medians = {name: statistics.median(line.get(name, 0.0) for line in lines) for name in PHASES}
+    return medians | dict(peak_mib=peak, length=length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -364,16 +315,7 @@ def tell(name, rounds):
     for key in (*PHASES, "peak_mib", "length"):
         row = [f"{who} {statistics.median(line[key] for line in lines):10.4g}" for who, lines in rounds.items()]
         print(f"{name}: {key:18}", "   ".join(row), flush=True)
-    median_result(
-        f"{name}: floor's share of snug's seconds", [100 * line["floor_s"] / line["time_s"] for line in ours], "%"
-    )
-    for phase in ("rollout", "reference", "train"):
-        shares = [100 * line[f"floor_{phase}_s"] / line[f"time_{phase}_s"] for line in ours if line[f"time_{phase}_s"]]
-        if shares:
-            median_result(f"{name}: {phase}: operations, as a share of what products of its shapes do", shares, "%")
-    median_result(
-        f"{name}: snug, tokens of completions", [line["tokens"] / line["time_s"] for line in ours], "a second"
-    )
+    median_result(f"{name}: snug, an iteration", [line["time_s"] for line in ours], "s")
     for key in (*PHASES, "peak_mib", "length") if "TRL" in rounds else ():
         pair = {who: [line[key] for line in lines] for who, lines in rounds.items()}
         if all(matters(key, line) for line in ours):

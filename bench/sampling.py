@@ -6,12 +6,7 @@ A model's stop token has a constant probability at each token, so lengths are ge
 are equal. "smollm2" cases are a real model with the prompts of config/grpo_real.py, if it is installed (`make
 models/smollm2-135m-instruct`). The contenders take turns, call by call; a figure is the median of the pairs so far, with
 the smallest and the largest. On CUDA eager steps and generate are slow and take part in the first pair only. tokens/s
-counts sampled tokens, stop tokens included.
-
-floor        the share of what the memory bus allows. A step reads the weights once, and the live keys and values once:
-             the seconds of all these reads, divided by the seconds of the call. The bandwidth is that of a large copy,
-             about a tenth less than a GPU's nominal bandwidth.
-decode step  the same without prompts and the recording of a graph: a call minus a call with half the tokens
+counts sampled tokens, stop tokens included. Left out: a decode step alone, which gpu.py measures.
 """
 
 from dataclasses import asdict
@@ -27,7 +22,6 @@ from common import (
     begin,
     chosen,
     clocked,
-    copy_bandwidth,
     end,
     going_on,
     largest_difference,
@@ -132,9 +126,10 @@ def agree(model, peer, name):
 
 
 def ours(model, prompts, k, longest, stop, seed, **options):
-    """-> sampled tokens, and each row's length."""
-    lengths = sample_groups(model, prompts, k, longest, stop_token=stop, seed=seed, **options).completion_lengths
-    return int(lengths.sum()), lengths
+    """-> sampled tokens"""
+    return int(
+        sample_groups(model, prompts, k, longest, stop_token=stop, seed=seed, **options).completion_lengths.sum()
+    )
 
 
 def theirs(peer, prompts, k, longest, stop, seed):
@@ -154,27 +149,12 @@ def theirs(peer, prompts, k, longest, stop, seed):
         pad_token_id=0,
     )[:, width:]
     if stop is None:
-        return tokens.numel(), None
+        return tokens.numel()
     ends = torch.isin(tokens, torch.tensor(stop, device=DEVICE))
-    lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
-    return int(lengths.sum()), lengths
+    return int(torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1]).sum())
 
 
-def floor_seconds(model, prompts, k, lengths, longest, per_second):
-    """Weights once a step and each row's live keys and values, the prompt's once a group."""
-    c, itemsize = model.config, model.embedding.weight.element_size()
-    lengths = lengths.cpu() if lengths is not None else torch.full((len(prompts) * k,), longest)
-    weights = sum(p.numel() for p in model.parameters()) * itemsize
-    token = 2 * c.n_layer * c.n_kv_head * c.head_size * itemsize
-    total = 0
-    for t in range(int(lengths.max())):
-        running = lengths.view(len(prompts), k) > t
-        prompt = sum(len(row) for row, lives in zip(prompts, running.any(1).tolist(), strict=True) if lives)
-        total += weights + token * (t * int(running.sum()) + prompt)
-    return total / per_second
-
-
-def measure(name, case, rounds, per_second):
+def measure(name, case, rounds):
     shape, P, T, k, mean, longest, dtype = case
     if shape:
         model, peer, stop = make_models(name, shape, mean, dtype)
@@ -183,16 +163,11 @@ def measure(name, case, rounds, per_second):
         model, peer, stop, prompts = real_models(dtype)
         prompts = prompts[:P]
     contenders = {"snug": lambda seed, most: ours(model, prompts, k, most, stop, seed)}
-    if not mean:
-        contenders["half"] = lambda seed, most: ours(model, prompts, k, most // 2, stop, seed)
     if DEVICE == "cuda":
         contenders["eager"] = lambda seed, most: ours(model, prompts, k, most, stop, seed, enforce_eager=True)
     if peer is not None:
         contenders["generate"] = lambda seed, most: theirs(peer, prompts, k, most, stop, seed)
-    figures, floor_aim = (
-        {},
-        {} if name in AIMS else dict(at_least=60, look=LOOK),
-    )  # what -> one a round; on a CPU no aim
+    figures = {}  # what -> one a round
 
     def tell(what, value, unit="", **aim):
         values = figures.setdefault(what, [])
@@ -201,39 +176,28 @@ def measure(name, case, rounds, per_second):
 
     with autocast("float32", model):
         for seed in range(-1, rounds):  # the first round is not counted, and on CUDA it is short
-            seconds, speed, most = {}, {}, 16 if seed < 0 and DEVICE == "cuda" else longest
+            speed, most = {}, 16 if seed < 0 and DEVICE == "cuda" else longest
             for who, call in contenders.items():
-                if seed > 0 and DEVICE == "cuda" and who not in ("snug", "half"):
+                if seed > 0 and DEVICE == "cuda" and who != "snug":
                     continue
-                (count, lengths), seconds[who] = clocked(lambda call=call, most=most, seed=seed: call(seed + 1, most))
-                speed[who] = count / seconds[who]
+                count, seconds = clocked(lambda call=call, most=most, seed=seed: call(seed + 1, most))
+                speed[who] = count / seconds
                 if seed < 0:
                     continue
-                if who != "half":
-                    aim = dict(at_least=100_000, look=LOOK) if (who, name) == ("snug", "gpt2, batch 64") else {}
-                    tell(who, speed[who], "tokens/s", **aim)
-                if who == "snug":
-                    floor = floor_seconds(model, prompts, k, lengths, longest, per_second)
-                    tell("floor, whole call", 100 * floor / seconds["snug"], "%")
-                elif who == "half":
-                    step = (seconds["snug"] - seconds["half"]) / (longest - longest // 2)
-                    floor -= floor_seconds(model, prompts, k, lengths, longest // 2, per_second)
-                    tell("decode step", 1000 * step, "ms")
-                    tell("floor, decode step", 100 * floor / step / (longest - longest // 2), "%", **floor_aim)
-                else:
+                aim = dict(at_least=100_000, look=LOOK) if (who, name) == ("snug", "gpt2, batch 64") else {}
+                tell(who, speed[who], "tokens/s", **aim)
+                if who != "snug":
                     aim = dict(at_least=AIMS.get(name, 10), look=LOOK) if who == "generate" else {}
                     tell(f"times as fast as {who}", speed["snug"] / speed[who], "x", **aim)
 
 
 def main(arguments):
     begin(arguments)
-    per_second = copy_bandwidth({"cuda": 1 << 30, "cpu": 1 << 27, "tiny": 1 << 20}[arguments.shapes])
-    result("a copy's bandwidth", per_second / 1e9, "GB/s")
     failed = []
     for name, case in CASES[arguments.shapes].items():
         if (case[0] or REAL.exists()) and chosen(name, arguments.only):
             with going_on(name, failed):
-                measure(name, case, arguments.rounds, per_second)
+                measure(name, case, arguments.rounds)
     end(failed)
 
 

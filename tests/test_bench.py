@@ -61,7 +61,7 @@ def test_the_first_steps_take_eight_minutes(bench, tmp_path):
 
 # The aims of a step in a dry run.
 AIMS = dict(main=4, iteration=2, decode=1, nf4=2, train=11, visit=1, cards=2)
-AIMS |= dict(sampling=5, logprobs=3, memory=11, sanitizer=4)
+AIMS |= dict(sampling=4, logprobs=3, memory=11, sanitizer=4)
 
 
 @pytest.mark.long
