@@ -171,7 +171,7 @@ def load_optimizer(checkpoint, model, optimizer):
 
 
 def generator_state() -> dict:
-    """The state of Python's, NumPy's and torch's generators on the CPU, as JSON has it."""
+    """The state of Python's, NumPy's and torch's generators on the CPU, in a form for JSON."""
     kind, words, *rest = np.random.get_state()
     cpu = torch.get_rng_state().numpy().tobytes().hex()
     return dict(cpu=cpu, python=random.getstate(), numpy=[kind, words.tolist(), *rest])

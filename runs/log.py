@@ -188,7 +188,7 @@ class NoLog(RunLog):
 
 
 def finite(record: dict) -> dict:
-    """The record as JSON has it: NaN and infinity become None, at any depth."""
+    """The record in a form for JSON: NaN and infinity become None, at any depth."""
     return json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
 
 

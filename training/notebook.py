@@ -95,12 +95,12 @@ class FinishedRun:
         return load_run(self.folder, self.settings.device)
 
     def sample(self, prompt: str = "", n: int = 1, **options) -> list[str]:
-        """n completions of a prompt, or of a held-out one. options: those of sample.py. Raises SnugError."""
+        """n completions of a prompt, or of a held-out one. options: as for sample.py. Raises SnugError."""
         values = dict(prompt=prompt, num_samples=n) | options
         return complete(*make_settings(SampleSettings, "", values), self.loaded, self.functions)[1]
 
     def evaluate(self, **options) -> dict[str, float]:
-        """Print the table of evaluate.py -> {score: value}. options: those of evaluate.py. Raises SnugError."""
+        """Print the table of evaluate.py -> {score: value}. options: as for evaluate.py. Raises SnugError."""
         settings, given = make_settings(
             EvaluateSettings, "", dict(task=self.settings.task, samples_file="none") | options
         )

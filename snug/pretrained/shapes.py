@@ -61,7 +61,7 @@ def stored_dtype(folder) -> str | None:
 
 
 def read_shape(folder: str | Path) -> dict:
-    """A folder's config.json -> GPTConfig's keywords. Says which keys nobody knows. Raises SnugError."""
+    """A folder's config.json -> GPTConfig's keywords. A note names unknown keys. Raises SnugError."""
     path = Path(folder) / "config.json"
     shape, unknown = shape_of(read_config(folder), path)
     if unknown:
@@ -70,7 +70,7 @@ def read_shape(folder: str | Path) -> dict:
 
 
 def shape_of(config, path: Path | str):
-    """-> (GPTConfig's keywords, the keys of config.json that nobody knows).
+    """-> (GPTConfig's keywords, the unknown keys of config.json).
 
     What this family cannot have is read too, and refused: another family's class would use it, this one's would not.
     """

@@ -232,7 +232,7 @@ def read_weights(places, model, rank=0, adapters=None, scale=0.0):
             if (entry.name, entry.ours) == (HEAD, "embedding.weight"):
                 if not torch.equal(value.to(ours), ours):
                     raise SnugError(
-                        f"{HEAD} is another matrix, but config.json says tie_word_embeddings=true: write false there"
+                        f"{HEAD} is not the embedding, but config.json says tie_word_embeddings=true: write false there"
                     )
                 continue
             pair = [f"{PEFT}{entry.name[:-6]}lora_{half}.weight" for half in "AB"]
