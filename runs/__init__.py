@@ -11,7 +11,7 @@ import runs.ctrl_c  # noqa: F401
 
 def set_environment():
     """What torch and oneDNN read when they are imported, unless the user has set it."""
-    # On AMD's GPUs each 20 MiB would take a file descriptor: github.com/ROCm/rocm-systems/issues/10604
+    # On AMD each 20 MiB of expandable segments takes a file descriptor: github.com/ROCm/rocm-systems/issues/10604
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "rocm" not in version("torch"):  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # The code that oneDNN compiled for each shape of a product. Its default of 1,024 shapes takes up to 600 MiB.

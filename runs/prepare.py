@@ -191,7 +191,7 @@ def continued(settings, chosen: Set[str], before, folder: str):
     values = vars(before) | given | dict(out_dir=folder, resume="auto")
     for name in "parallel", "num_processes":  # they belong to this machine
         values[name] = getattr(settings, name)
-    return make_settings(before.without_task, "", values)[0]  # refuses old values
+    return make_settings(before.without_task, "", values)[0]  # refuses outdated values
 
 
 def resolve_names(settings, before):

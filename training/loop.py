@@ -58,7 +58,7 @@ def run(prepared, title, iterate) -> bool:
         replace(settings, device=kind).check()  # "auto" may have chosen it
     if settings.plan:
         settings = with_dtype(settings, kind)
-        choose_kernels(settings, prepared.shape, kind, say)  # the plan is without the others, too
+        choose_kernels(settings, prepared.shape, kind, say)  # the plan too uses only these
         say(show(rehearse, settings))
         return True
     processes = parallel.start(settings)

@@ -147,7 +147,7 @@ if triton is not None:
         latest = length + tl.load(t + slot, slot >= 0, 2**30).to(tl.int32)
         return length, latest, tl.min(latest, 0)
 
-    # These change from rollout to rollout. Without this, 1 or a multiple of 16 would compile the kernel again.
+    # These arguments change from rollout to rollout. Specialised, 1 or a multiple of 16 would compile the kernel again.
     @triton.jit(do_not_specialize=["T_p", "T_c", "prompt_programs"])
     def attend_kernel(
         q, k, v, cos, sin, q_row, k_row, v_row, prompt_k, prompt_v, tiles, lengths, completion_k, completion_v, t,

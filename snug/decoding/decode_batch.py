@@ -103,7 +103,7 @@ class DecodeBatch:
         sizes = prompt_slots, width, slots, max_new_tokens
         self.cache = KVCache(model.config, *sizes, dtype, self.device, k)
         self.prompt_hidden = zeros(prompt_slots, model.config.n_embd, dtype=dtype)
-        groups = slots if self.kind == "cpu" else -(-slots // k)  # fewer slots, smaller prefills
+        groups = slots if self.kind == "cpu" else -(-slots // k)  # few slots: small prefills
         self.prompts_at_once = max(1, min(PREFILL_TOKENS[self.kind] // width, groups))
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
         # A graph replays the lengths and addresses that were recorded. In plain torch they change with every step.

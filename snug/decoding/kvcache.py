@@ -163,7 +163,7 @@ class KVCache:
         t, length = t[..., None], prompt_lengths[:, None, None]
         column = torch.arange(self.prompt.shape[4], device=t.device)
         age = t - torch.arange(columns, device=t.device)
-        window = window or self.max_length  # more than all
+        window = window or self.max_length  # no window: longer than all
         in_prompt = (column < length) & (length + t - column < window)
         return torch.cat([in_prompt, (age >= 0) & (age < window)], -1)
 

@@ -66,7 +66,7 @@ def graph_of(step, pool, stream):
     stream.wait_stream(current)
     gc.disable()  # a finaliser that waits for the device (device.host.unpin) breaks a recording
     try:
-        with torch.cuda.stream(stream):  # which restores the current stream after an error
+        with torch.cuda.stream(stream):  # restores the current stream, also after an error
             # thread_local: a reward function may have left a thread that uses CUDA
             graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
             try:

@@ -93,12 +93,12 @@ class Limits:
                     raise
                 failure = first_line(error)
             if failure and self.processes.sharded:
-                # The others wait for this process's part of the weights.
+                # The other processes wait for this process's part of the weights.
                 raise SnugError(
                     f"rank {self.processes.rank} is out of memory: {failure}; "
                     "lower max_tokens_per_micro_batch or max_rollout_batch, with --resume=auto"
                 )
-            failure = self.processes.agreed(failure)  # or another process's
+            failure = self.processes.agreed(failure)  # or the failure of another process
             if failure is None:
                 return result
             failures += 1
