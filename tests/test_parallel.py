@@ -87,11 +87,10 @@ def test_metrics_are_added_up_and_maxima_are_not():
 def test_bfloat16_gradients_are_added_in_float32(monkeypatch):
     """1 and four shares of 2^-9: in bfloat16 each sum would be 1. Here piece by piece."""
     model, processes = make_model(dtype=torch.bfloat16), Processes.__new__(Processes)
-    processes.size = processes.rank = 1
     for p in model.parameters():
         p.grad = torch.ones_like(p)
+    processes.from_all_ranks = lambda work: [work()]
     monkeypatch.setattr("torch.distributed.all_reduce", lambda total: [total.add_(2**-9) for _ in range(4)])
-    monkeypatch.setattr(processes, "from_all_ranks", lambda work: [work()])
     monkeypatch.setattr("training.parallel.PIECE", 100)
     processes.add_up(model, make_optimizer(model, GRPOSettings(param_dtype="bfloat16")), {})
     assert all((p.grad == 1 + 2**-7).all() for p in model.parameters())

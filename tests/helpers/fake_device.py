@@ -34,10 +34,11 @@ from training.dry_run import DryTraining
 from training.figures import Scored
 from training.optimizer import make_optimizer
 
-GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32)
+GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32, mlp="gelu")
 QWEN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True)
 GEMMA = dict(QWEN, mlp="geglu", zero_centered_norm=True, post_norm=True, qk_norm=True, embedding_scale=5.5)
 GEMMA |= dict(sliding_window=4, full_every=2, rope_sliding_theta=100.0)
+GIVEN = {"geglu": QWEN}  # all that a command line can say of Gemma
 PROMPT, COMPLETION = 9, 6
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 LADDER = {
@@ -157,7 +158,7 @@ def iterate(mode, shape, options, micro_batches):
     common["dtype"] = "float32"
     tokens = 2 // micro_batches * (PROMPT + 4 * (COMPLETION - 1))  # two groups, or one
     common |= dict(max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
-    settings = GRPOSettings(**common | options_of(shape) | options)
+    settings = GRPOSettings(**common | GIVEN.get(shape["mlp"], shape) | options)
     with unset_fake_temporarily():
         prepared = prepare(replace(settings, beta=0.0, teacher=""))
     prepared.shape |= shape
@@ -181,11 +182,6 @@ def iterate(mode, shape, options, micro_batches):
     return mode.waits
 
 
-def options_of(shape):
-    """What a command line can say of it."""
-    return {name: value for name, value in shape.items() if name in QWEN and value != "geglu"}
-
-
 def known(count, value):
     """A column on the device whose values the host knows: micro-batches are cut by them."""
     column = torch.full((count,), value, device="gpu")
@@ -206,7 +202,7 @@ def make_training(prepared, reference=None, teacher=None):
 def sft(mode, shape, micro_batches):
     common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=8)
     common["max_tokens_per_micro_batch"] = 8 // micro_batches * (PROMPT + COMPLETION)
-    settings = SFTSettings(**common | options_of(shape))
+    settings = SFTSettings(**common | GIVEN.get(shape["mlp"], shape))
     with unset_fake_temporarily():
         prepared = prepare(settings)
     prepared.shape |= shape
