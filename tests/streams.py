@@ -65,11 +65,8 @@ class Races(TorchDispatchMode):
         self.accesses = {}  # key of a living storage -> its Accesses
         self.freed = []  # Accesses to storages whose memory compute may get with its next tensor
         self.alive = {}  # key -> (weak reference, whether it is on the host)
-        self.cuda = SimpleNamespace(
-            Stream=lambda device=None: Stream(self),
-            Event=lambda: Event(self),
-            current_stream=lambda device=None: Stream(self, self.current),
-        )
+        self.cuda = SimpleNamespace(Stream=lambda device=None: Stream(self), Event=lambda: Event(self))
+        self.cuda.current_stream = lambda device=None: Stream(self, self.current)
         self.cuda.stream = self.on_stream
 
     @contextmanager

@@ -289,12 +289,10 @@ def test_a_tokenizer_beside_the_adapters_wins(folders):
     assert load_run(adapters, "cpu").tokenizer.chat and not load_run(base, "cpu").tokenizer.chat
 
 
-PEFT_CASES = {
-    "gpt2": dict(shape="gpt2", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
-    "llama, PEFT's default": dict(shape="llama"),
-    "llama, all": dict(shape="llama", target_modules="all-linear", use_rslora=True),
-    "llama, head": dict(shape="llama", target_modules=["k_proj", "lm_head", "up_proj"]),
-}
+PEFT_CASES = {"gpt2": dict(shape="gpt2", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)}
+PEFT_CASES |= {"llama, PEFT's default": dict(shape="llama")}
+PEFT_CASES |= {"llama, all": dict(shape="llama", target_modules="all-linear", use_rslora=True)}
+PEFT_CASES |= {"llama, head": dict(shape="llama", target_modules=["k_proj", "lm_head", "up_proj"])}
 
 
 @pytest.mark.long

@@ -44,13 +44,9 @@ def lengths_of(*lengths):
 def test_cut_by_example():
     """The docstring's, and the largest first."""
     batch = lengths_of((4, 3), (4, 5), (2, 9), (2, 1))
-    for max_tokens, steps, largest in (
-        (0, [[[0, 1, 2, 3]]], 20),
-        (20, [[[0, 1, 2, 3]]], 20),
-        (10, [[[0, 1], [2, 3]]], 10),
-        (8, [[[2], [1], [0, 3]]], 10),
-        (1, [[[2], [1], [0], [3]]], 10),  # one sequence at least
-    ):
+    cases = [(0, [[[0, 1, 2, 3]]], 20), (20, [[[0, 1, 2, 3]]], 20), (10, [[[0, 1], [2, 3]]], 10)]
+    cases += [(8, [[[2], [1], [0, 3]]], 10), (1, [[[2], [1], [0], [3]]], 10)]  # one sequence at least
+    for max_tokens, steps, largest in cases:
         cut = Cut(batch, max_tokens=max_tokens, group_size=2)
         assert cut.steps == steps and cut.largest == largest and cut.longest == 10
     alone = lengths_of(*((1, length) for length in (3, 9, 4, 8)))

@@ -65,10 +65,8 @@ def test_a_solution_passes_and_another_does_not(tmp_path, kind, chat):
 
 def test_a_prompt_of_code_stands_in_a_block_with_chat_alone(tmp_path):
     path = written(tmp_path, [OWN, IN_WORDS, MBPP])
-    plain, chat = (
-        {row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][0]["content"] for row in rows}
-        for rows in (task_of(path, chat=chat).prompts("train", range(3)) for chat in (False, True))
-    )
+    plain, spoken = (task_of(path, chat=chat).prompts("train", range(3)) for chat in (False, True))
+    plain, chat = {row["prompt"] for row in plain}, {row["prompt"][0]["content"] for row in spoken}
     of_mbpp = '"""\nAdd one.\nassert f(1) == 2\n"""\n'
     assert plain == {HEAD, IN_WORDS["prompt"], of_mbpp}
     blocks = {f"{code.INSTRUCTION}\n```python\n{text.strip()}\n```" for text in (HEAD, of_mbpp)}

@@ -57,14 +57,12 @@ def second_five(ids):
 
 # shape, options of the sampler, of the sampler alone
 CASES = {
-    "all rows at once": ("gpt2", {}, {}),
-    "slots filled again": ("llama", {}, dict(max_batch=5)),
-    "one slot": ("llama", {}, dict(max_batch=1)),
-    "the likeliest tokens": ("gpt2", dict(temperature=0.0), {}),
+    "all rows at once": ("gpt2", {}, {}), "slots filled again": ("llama", {}, dict(max_batch=5)),
+    "one slot": ("llama", {}, dict(max_batch=1)), "the likeliest tokens": ("gpt2", dict(temperature=0.0), {}),
     "stop strings": ("llama", dict(is_over=second_five, temperature=0.8), {}),
     "stop strings, few slots": ("llama", dict(is_over=second_five, temperature=0.8), dict(max_batch=7)),
     "LoRA": ("llama", dict(seed=6), dict(max_batch=9)),
-}
+}  # fmt: skip
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import grpo
 from batch import Cut
-from helpers.errors import assert_refused, refusal
+from helpers.errors import assert_refused
 from helpers.families import CASES, FAMILIES, NONE, SMALL, change_config, their_model, transformers
 from helpers.models import add_adapters, logits_of, make_flat_model
 from helpers.rollouts import assert_naive, assert_same_gradient, gradient, make_rollouts, never_stop
@@ -191,8 +191,7 @@ def test_what_is_written_is_the_shape_or_is_refused_by_name(name, tmp_path):
     torch.manual_seed(1)
     model = GPT(GPTConfig(**shape | changes))
     if said:
-        with refusal("the nearest architecture, cannot have " + re.escape(said)):
-            save_pretrained(model, tmp_path / "out")
+        assert_refused(f"nearest architecture, cannot have {re.escape(said)}", save_pretrained, model, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         return
     save_pretrained(model, tmp_path / "out")
@@ -298,16 +297,13 @@ ONE |= dict(bias=True, qkv_bias=True, proj_bias=True, tie_embeddings=False, embe
 ONE |= dict(n_kv_head=2, head_size=12, n_hidden=40, query_scale=0.5, sliding_window=5, nope_every=2)
 ONE |= dict(rotary_fraction=0.5, rope_theta=100.0, rope_factor=4.0)
 ALONE = [{name: value} for name, value in ONE.items()] + [
-    dict(mlp="swiglu"),
-    dict(post_norm=True, pre_norm=False),
-    dict(qk_norm=True, qk_norm_joint=True),
-    dict(sliding_window=5, full_every=2),
-    dict(sliding_window=5, full_every=2, rope_sliding_theta=100.0),
+    dict(mlp="swiglu"), dict(post_norm=True, pre_norm=False), dict(qk_norm=True, qk_norm_joint=True),
+    dict(sliding_window=5, full_every=2), dict(sliding_window=5, full_every=2, rope_sliding_theta=100.0),
     dict(rope_type="llama3", rope_factor=4.0, rope_original_block_size=8, rope_low_freq_factor=0.5),
     dict(rope_type="yarn", rope_factor=4.0, rope_original_block_size=8, rope_attention_factor=1.2),
     dict(rope_type="yarn", rope_factor=4.0, rope_original_block_size=16, rope_high_freq_factor=8.0),
     dict(rope_type="longrope", rope_short_factor=(1.0, 1.5, 2.5, 4.0), rope_long_factor=(1.0,) * 4),
-]
+]  # fmt: skip
 
 
 def plain_norm(norm, x, c):

@@ -37,15 +37,13 @@ def gradient_of(model, rollouts, settings, select=None):
 
 
 VARIANTS = {
-    "dapo": dict(),
-    "grpo": dict(loss_type="grpo"),
-    "dr_grpo": dict(loss_type="dr_grpo"),
+    "dapo": dict(), "grpo": dict(loss_type="grpo"), "dr_grpo": dict(loss_type="dr_grpo"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05),
     "the KL without a ratio": dict(kl_estimator="k3_no_ratio"),
     "truncated importance": dict(importance_sampling_cap=1.1),
     "truncated completions masked": dict(mask_truncated_completions=True, loss_type="grpo"),
-}
+}  # fmt: skip
 VARIANTS |= {name: dict(loss_type=name) for name in LOSSES if name not in VARIANTS}
 
 

@@ -28,10 +28,9 @@ def test_each_figure_has_its_hint():
 
 
 def test_equal_rewards_have_three_causes():
-    none, same, most = (
-        hints(WELL | dict(frac_reward_zero_std=share, reward_std=deviation, reward_mean=mean))["frac_reward_zero_std"]
-        for share, deviation, mean in ((1, 0, 0), (1, 0, 1), (0.9, 0.2, 0.1))
-    )
+    figures = "frac_reward_zero_std", "reward_std", "reward_mean"
+    records = [dict(zip(figures, values, strict=True)) for values in ((1, 0, 0), (1, 0, 1), (0.9, 0.2, 0.1))]
+    none, same, most = (hints(WELL | record)["frac_reward_zero_std"] for record in records)
     assert "every reward is 0" in none and "whether the reward function finds the answers" in none
     assert "every reward is the same" in same and "the prompts are solved, or the reward function" in same
     assert "always solved, or never" in most and "max_num_gen_batches" in most

@@ -74,11 +74,9 @@ def test_files_that_people_have_have_the_same_rows(tmp_path, kind):
     """A list in .jsonl; lines of Windows, and its mark."""
     rows = [dict(prompt=f"a, b; é {i}", answer=i) for i in range(10)]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    content = {
-        "CRLF": "\r\n".join([*lines, "", ""]),
-        "list": f"[{','.join(lines)}]\n",
-        "indented": json.dumps(rows, indent=2, ensure_ascii=False),
-    }.get(kind, "\n".join(lines))
+    contents = dict(CRLF="\r\n".join([*lines, "", ""]), list=f"[{','.join(lines)}]\n")
+    contents["indented"] = json.dumps(rows, indent=2, ensure_ascii=False)
+    content = contents.get(kind, "\n".join(lines))
     content = content.encode("utf-8-sig" if kind == "mark" else "utf-8")
     name = "a.jsonl.gz" if kind == "gz" else "a.jsonl"
     (tmp_path / name).write_bytes(gzip.compress(content) if kind == "gz" else content)
@@ -291,8 +289,7 @@ def test_the_longest_prompt_is_named(tmp_path):
     run = GRPOSettings(task="jsonl", data_file=path, out_dir=out_dir, block_size=40, max_new_tokens=11)
     said = f"prompts of up to 30 tokens and max_new_tokens of up to 11 are more than block_size=40; shorten {path}:8, "
     assert_refused(f"{said}or add --drop_long_prompts", prepare, run)
-    with pytest.raises(SnugError, match="are more than block_size=39$"):
-        prepare(dataclasses.replace(run, max_prompt_length=29, block_size=39))
+    assert_refused("more than block_size=39$", prepare, dataclasses.replace(run, max_prompt_length=29, block_size=39))
 
 
 def prompts_of(prepared):
@@ -462,6 +459,5 @@ def test_a_file_of_one_prompt_trains_whatever_its_hash(tmp_path):
         for n in (1, 8):
             path = written(tmp_path, [dict(prompt=f"{text}=", answer=i) for i in range(n)])
             assert task_of(path, eval_prompts=0).size("train") == n
-            with refusal("no row is in the (test|train) split .different prompts: 1.; name a test_file"):
-                task_of(path)
+            assert_refused("row is in the (test|train) split .different prompts: 1.; name a test_file", task_of, path)
     assert sorted(map(len, task_of(path, GRPOSettings, environment="a:B").rows.values())) == [1, 7]

@@ -16,14 +16,11 @@ SFT = COMMON | dict(max_iters=8, batch_size=16, learning_rate=3e-3, demonstratio
 GRPO = COMMON | dict(max_iters=8, batch_size=4, group_size=4, max_new_tokens=10, learning_rate=3e-4, beta=0.04)
 FLOAT32 = dict(param_dtype="float32", optimizer_dtype="float32")
 EXACT = {  # in float64: what is left is a rounding of 1e-16, which Adam may enlarge
-    "token budget": dict(max_tokens_per_micro_batch=60),
-    "small chunks": dict(logits_chunk_mb=0.01),
-    "block": dict(checkpoint_blocks="block"),
-    "selective": dict(checkpoint_blocks="selective"),
+    "token budget": dict(max_tokens_per_micro_batch=60), "small chunks": dict(logits_chunk_mb=0.01),
+    "block": dict(checkpoint_blocks="block"), "selective": dict(checkpoint_blocks="selective"),
     "offload": dict(checkpoint_blocks="block", activation_offload=True),
-    "optimizer on the host": dict(optimizer_device="host"),
-    "gradients on the host": dict(grad_offload=True),
-}
+    "optimizer on the host": dict(optimizer_device="host"), "gradients on the host": dict(grad_offload=True),
+}  # fmt: skip
 EXACT["all together"] = {name: value for changes in EXACT.values() for name, value in changes.items()}
 EXACT_GRPO = {"reference on the host": dict(reference="host"), "decoded in limits": dict(max_rollout_batch=3)}
 EXACT_GRPO["all together"] = EXACT["all together"] | dict(reference="host", max_rollout_batch=3)

@@ -132,12 +132,8 @@ def test_a_gated_unit_and_its_gradient(shape, dtype, gelu):
 
 
 NORMS = [
-    ((3, 2, 2560), False),
-    ((1, 1, 320), True),
-    ((2, 3, 5, 24), True),
-    ((1, 4, 2, 1152), False),
-    ((2, 0, 16), True),
-]
+    ((3, 2, 2560), False), ((1, 1, 320), True), ((2, 3, 5, 24), True), ((1, 4, 2, 1152), False), ((2, 0, 16), True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -134,11 +134,8 @@ def make_case(lengths, seed=0, spread=0.4):
 
 OPTIONS = dict(epsilon=0.2, epsilon_high=None, beta=0.0, kl_estimator="k3", cap=None)
 OPTIONS |= dict(max_new_tokens=12, num_micro_batches=3, sapo_temperature_pos=0.75, sapo_temperature_neg=1.25)
-VARIANTS = {
-    "plain": {},
-    "asymmetric, k3": dict(epsilon_high=0.28, beta=0.1, kl_estimator="k3_no_ratio"),
-    "k3 times the ratio, truncated importance": dict(beta=0.04, cap=1.1),
-}
+VARIANTS = {"plain": {}, "k3 times the ratio, truncated importance": dict(beta=0.04, cap=1.1)}
+VARIANTS["asymmetric, k3"] = dict(epsilon_high=0.28, beta=0.1, kl_estimator="k3_no_ratio")
 
 
 def evaluate(case, options):

@@ -15,9 +15,7 @@ from snug.memory.ledger import LiveBytes
 from training import frozen
 
 VARIANTS = {
-    "dapo": dict(beta=0.1),
-    "grpo": dict(loss_type="grpo"),
-    "bnpo": dict(loss_type="bnpo"),
+    "dapo": dict(beta=0.1), "grpo": dict(loss_type="grpo"), "bnpo": dict(loss_type="bnpo"),
     "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="k3_no_ratio"),
     "cispo": dict(loss_type="cispo", epsilon_high=1.1, importance_sampling_cap=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05, beta=0.1),
@@ -28,9 +26,8 @@ VARIANTS = {
     "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.05),
     "truncated importance": dict(importance_sampling_cap=1.1, temperature=0.7, beta=0.1),
     "completions filtered": dict(mask_truncated_completions=True, loss_type="grpo", beta=0.1),
-    "completions filtered, dapo": dict(mask_truncated_completions=True, beta=0.1),
-    "SFT": None,
-}
+    "completions filtered, dapo": dict(mask_truncated_completions=True, beta=0.1), "SFT": None,
+}  # fmt: skip
 VARIANTS |= {name: dict(loss_type=name) for name in LOSSES if name not in VARIANTS}
 SHAPES = ["gpt2", "llama"]
 

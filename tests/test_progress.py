@@ -116,10 +116,8 @@ GRPO = {  # place:function:n: what is said while its n-th call lasts
     "hashlib:file_digest:2": rf"GRPO \d/2 iterations \({TIME}, .* left\); saving \({TIME}\); checking .* \({TIME}\)",
 }
 PLAN = {"snug.memory.fit:plan:4": rf"planning \({TIME}\); \d/\d options {LEFT}(; .*)?"}
-EVALUATE = {
-    "snug.decoding.decode_batch.DecodeBatch:step:4": rf"evaluation [1-8]/9 completions {LEFT}",
-    "runs.prepare.Prepared:score:2": rf"evaluation 9/9 completions {LEFT}",
-}
+EVALUATE = {"snug.decoding.decode_batch.DecodeBatch:step:4": rf"evaluation [1-8]/9 completions {LEFT}"}
+EVALUATE["runs.prepare.Prepared:score:2"] = rf"evaluation 9/9 completions {LEFT}"
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +136,8 @@ TRAIN = f"{HOME}/grpo.py {COMMON} --init_from=model --reward_funcs=my_rewards:sl
 TRAIN += "--eval_prompts=3 --save_interval=1 --max_tokens_per_micro_batch=40"
 
 
-COMMANDS = {
-    "train": (TRAIN, GRPO),
-    "plan": (f"{TRAIN} --plan --memory_budget_gb=0.00001", PLAN),
-    "evaluate": (f"{HOME}/evaluate.py model {COMMON} --num_prompts=3 --num_samples=2", EVALUATE),
-}
+COMMANDS = {"train": (TRAIN, GRPO), "plan": (f"{TRAIN} --plan --memory_budget_gb=0.00001", PLAN)}
+COMMANDS["evaluate"] = f"{HOME}/evaluate.py model {COMMON} --num_prompts=3 --num_samples=2", EVALUATE
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("train", "evaluate", "plan")])

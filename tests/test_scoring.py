@@ -13,7 +13,7 @@ import evaluate
 import grpo
 import train_sft
 from data.scores import pass_rates, reward_means
-from helpers.errors import refusal
+from helpers.errors import assert_refused
 from helpers.runs import prepared_by, progress, reward_that_draws, tiny, trained
 from helpers.tasks import written
 from runs import checkpoint
@@ -154,8 +154,7 @@ def test_the_tasks_own_score_and_other_tasks(run_folder, warm_start):
         assert summary["scores"]["pass_at_1"] == rewards == read_log(folder)[-1]["task_pass_at_1"]
         return
     for place, word in ((folder, "--reward_funcs="), (warm_start, "--seed=0")):  # SFT has no functions
-        with refusal("no column answer to score by; name --answer_column, or --reward_funcs"):
-            prepared_by(place, word)
+        assert_refused("column answer to score by; name --answer_column, or --reward_funcs", prepared_by, place, word)
     summary = evaluated(warm_start, f"--reward_funcs={__name__}:short")[0]
     assert "reward/short" in summary["means"]
 

@@ -14,17 +14,13 @@ from snug.kernels.segments import Batch, Segments, attend
 
 EXAMPLE = [(2, [2, 1]), (1, [1])]  # the docstring's: (a b | x y | z) and (c | u)
 GROUPS = {
-    "the example": EXAMPLE,
-    "one token": [(1, [])],
-    "a prompt alone": [(9, [])],
-    "no tokens of their own": [(4, [0, 0, 0])],
-    "some without tokens": [(1, [0, 3, 0]), (5, [0]), (2, [1, 0])],
-    "long prompts": [(40, [1, 2, 3]), (33, [5])],
-    "long completions": [(1, [40, 33, 7]), (2, [31])],
+    "the example": EXAMPLE, "one token": [(1, [])], "a prompt alone": [(9, [])],
+    "no tokens of their own": [(4, [0, 0, 0])], "some without tokens": [(1, [0, 3, 0]), (5, [0]), (2, [1, 0])],
+    "long prompts": [(40, [1, 2, 3]), (33, [5])], "long completions": [(1, [40, 33, 7]), (2, [31])],
     "similar lengths": [(20, [19, 16, 20, 15, 18]), (17, [20, 19]), (16, [])],
     "groups without completions": [(3, []), (7, [5, 6]), (4, []), (64, [])],
     "one of each": [(1, [1]), (1, [0]), (6, [6]), (3, [65])],
-}
+}  # fmt: skip
 some_groups = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=4)
 
 

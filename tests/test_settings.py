@@ -348,23 +348,19 @@ def test_rules_name_options_and_values_that_there_are():
 
 
 NAMED = [  # words, the option that has to be named, values of {n}: refused where a run is prepared
-    ("--n_embd={n} --n_head=7", "n_head", [15, 64]),
-    ("--n_head=6 --n_embd=96 --n_kv_head={n}", "n_kv_head", [4, 7]),
+    ("--n_embd={n} --n_head=7", "n_head", [15, 64]), ("--n_head=6 --n_embd=96 --n_kv_head={n}", "n_kv_head", [4, 7]),
     ("--memory_budget_gb={n}", "memory_budget_gb", ["-1", "much", "nan", "inf", "8GB"]),
     ("--task=examples.countdown:Countdown --countdown_numbers={n}", "countdown_numbers", [1, 11, "4-3"]),
     ("--task=examples.countdown:Countdown --countdown_operators={n}", "countdown_operators", ["", "%", "+-^", "plus"]),
     ("--task=examples.countdown:Countdown --countdown_numbers=2 --countdown_max_number={n}", "countdown", [2]),
-    ("--report_to={n}", "report_to", ["mlflow", "wandb,none"]),
-    ("--vocab_size={n}", "vocab_size", [1, 256]),
-    ("--block_size={n}", "block_size", [2, 24]),
-    ("--digits={n}", "digits", [1001]),
-    ("--task=jsonl --digits={n}", "digits", [3]),
-    ("--data_file=rows{n}.jsonl", "data_file", [1]),
+    ("--report_to={n}", "report_to", ["mlflow", "wandb,none"]), ("--vocab_size={n}", "vocab_size", [1, 256]),
+    ("--block_size={n}", "block_size", [2, 24]), ("--digits={n}", "digits", [1001]),
+    ("--task=jsonl --digits={n}", "digits", [3]), ("--data_file=rows{n}.jsonl", "data_file", [1]),
     ("--task=jsonl --data_file=no/such/file{n}.jsonl", "no/such/file", [1]),
     ("--system_prompt={n}", "system_prompt", ["Be brief."]),
     ("--out_dir=out/x{n} --init_from=out/x{n}", "init_from", [1]),
     ("--init_from=out/no_such_run_{n}", "out/no_such_run", [1]),
-]
+]  # fmt: skip
 NAMED_GRPO = [
     ("--group_size={n}", "group_size", [1]), ("--train_batch_size={n}", "train_batch_size", [3, 2048]),
     ("--reward_funcs={n}", "reward_funcs", "short a: :b no_such_module:f json:no_such os:name".split() + ["a b:c"]),

@@ -55,14 +55,12 @@ MAKERS = {
     "out/X": "python train_sft.py config/sft_small.py",
 }
 NOT_RUN = {  # what a command begins with: why it does not run here. Its file and its options must exist.
-    "python -m pytest": "the tests themselves",
-    "python tests/": "long forms of the tests",
-    "python bench/": "test_bench.py runs them",
-    "python -m snug grpo": "test_package.py runs it",
+    "python -m pytest": "the tests themselves", "python tests/": "long forms of the tests",
+    "python bench/": "test_bench.py runs them", "python -m snug grpo": "test_package.py runs it",
     "python -m snug.sandbox.child": "Sandbox starts it, with a socket",
     "python -m runs.export": "a name within a sentence; others have arguments",
     "make ": "installs packages; what it runs afterwards is here",
-}
+}  # fmt: skip
 GONE = {"python tests/kill.py --kills=200 --seed=12": "of an old commit, and the text says so"}
 
 # The command lines of the texts

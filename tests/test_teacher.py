@@ -11,6 +11,7 @@ import torch
 import grpo
 import train_sft
 from batch import Cut
+from helpers.errors import assert_refused
 from helpers.models import DEVICE, add_adapters, make_flat_model, make_model
 from helpers.peaks import COMMON, GRPO
 from helpers.rollouts import BUDGETS, K, assert_same_gradient, gradient, make_rollouts, never_stop
@@ -379,5 +380,4 @@ def test_missing_teachers_are_refused(places, tmp_path):
     next(tmp_path.glob("damaged/checkpoint-*/model.safetensors")).write_bytes(b"\0")
     assert "not what was written" in refused(run, places, tmp_path / "refused", teacher=str(tmp_path / "damaged"))
     inside = dict(teacher=str(places / "teacher"), out_dir=str(places))
-    with pytest.raises(SnugError, match="teacher=.* is in out_dir=.*choose another"):
-        prepare(GRPOSettings(**RUN | dict(init_from="") | inside))
+    assert_refused("teacher=.* is in out.*choose another", prepare, GRPOSettings(**RUN | dict(init_from="") | inside))

@@ -49,10 +49,7 @@ WRITES = {
     "a thread that writes": "__import__('threading').Thread(target=open, args=('{X}', 'w')).start()",
     "a fork that writes": "__import__('os').fork() or open('{X}', 'w')",
 }  # fmt: skip
-LATE = {
-    "a power": "9**9**9",
-    "a regular expression": "__import__('re').match('(a|a)*b', 'a' * 60)",
-}
+LATE = {"a power": "9**9**9", "a regular expression": "__import__('re').match('(a|a)*b', 'a' * 60)"}
 ENDS = {
     "exit": "__import__('sys').exit()", "os._exit": "__import__('os')._exit(0)",
     "kill the keeper": "__import__('os').kill(__import__('os').getppid(), 9)",

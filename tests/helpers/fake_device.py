@@ -42,18 +42,14 @@ GIVEN = {"geglu": QWEN}  # all that a command line can say of Gemma
 PROMPT, COMPLETION = 9, 6
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 LADDER = {
-    "plain": dict(),
-    "selective": dict(checkpoint_blocks="selective"),
+    "plain": dict(), "selective": dict(checkpoint_blocks="selective"),
     "activation offload": dict(checkpoint_blocks="block", activation_offload=True),
-    "host optimizer": dict(optimizer_device="host", grad_offload=True),
-    "autocast": dict(dtype="bfloat16"),
-    "masters": BFLOAT16,
-    "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
-    "QLoRA": dict(lora_rank=4, base_dtype="nf4"),
-    "teacher": dict(teacher="t"),
+    "host optimizer": dict(optimizer_device="host", grad_offload=True), "autocast": dict(dtype="bfloat16"),
+    "masters": BFLOAT16, "bfloat16": BFLOAT16 | dict(optimizer_dtype="bfloat16"),
+    "QLoRA": dict(lora_rank=4, base_dtype="nf4"), "teacher": dict(teacher="t"),
     "teacher on the host": dict(teacher="t", divergence="reverse_kl", teacher_device="host"),
     "reference": dict(beta=0.04, importance_sampling_cap=2.0, importance_sampling_level="sequence"),
-}
+}  # fmt: skip
 SAMPLERS = {"greedy": dict(temperature=0.0), "sampled": dict(), "stop tokens": dict(stop_token=(5, 7))}
 
 

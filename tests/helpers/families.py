@@ -30,15 +30,13 @@ FAMILIES = {  # name: (transformers' config class, its keywords)
     "mistral sliding": ("MistralConfig", SMALL | NONE | dict(sliding_window=12)),
 }  # fmt: skip
 CASES = FAMILIES | {
-    "gpt2": ("GPT2Config", GPT2),
-    "gpt2 untied": ("GPT2Config", GPT2 | dict(n_inner=40, tie_word_embeddings=False)),
+    "gpt2": ("GPT2Config", GPT2), "gpt2 untied": ("GPT2Config", GPT2 | dict(n_inner=40, tie_word_embeddings=False)),
     "llama tied": ("LlamaConfig", TWO | dict(num_key_value_heads=4, tie_word_embeddings=True)),
     "llama 3": ("LlamaConfig", TWO | dict(rope_parameters=LLAMA3, head_dim=16, rms_norm_eps=1e-5)),
     "llama linear": ("LlamaConfig", TWO | dict(rope_parameters=LINEAR)),
-    "mistral": ("MistralConfig", TWO | dict(sliding_window=None, head_dim=16)),
-    "qwen2": ("Qwen2Config", TWO),
+    "mistral": ("MistralConfig", TWO | dict(sliding_window=None, head_dim=16)), "qwen2": ("Qwen2Config", TWO),
     "qwen3 tied": ("Qwen3Config", TWO | dict(head_dim=16, tie_word_embeddings=True)),
-}
+}  # fmt: skip
 
 
 def their_model(case):
