@@ -6,6 +6,8 @@ A case is a run from random weights. Every prompt and every completion has the l
 stop token), as in the plan. A plan fills micro-batches to the budget, so here they hold complete groups: prompt + k *
 (completion - 1) tokens each. On CUDA the measured peak is torch.cuda.max_memory_allocated, on a CPU the meter's live
 bytes. The figures are those of the last iteration. Plans of large configs: `--plan --device=cuda` of grpo.py.
+
+"24 GB card" and "8 GB card" run with this memory_budget_gb, so that a larger GPU shows what a smaller one would do.
 """
 
 import gc
@@ -28,7 +30,7 @@ from snug.device.kinds import MIB
 from snug.device.pick import pick_device
 from snug.memory import Limits, MemoryMeter
 from snug.memory.fit import apply
-from snug.memory.plan import plan
+from snug.memory.plan import GIB, plan
 from training.dry_run import DryRun
 from training.optimizer import make_optimizer
 from training.state import Training
@@ -58,7 +60,7 @@ LADDER = {  # name -> options
     "bfloat16, masters": BFLOAT16 | dict(optimizer_dtype="float32"),
     "LoRA": dict(lora_rank=16),
 }
-CARDS = {f"{gb} GB card": dict(memory_budget_gb=gb) for gb in (24, 8)}  # what a smaller card has, on a larger one
+CARDS = {f"{gb} GB card": dict(memory_budget_gb=gb) for gb in (24, 8)}
 CASES = {  # shapes -> name -> (shape, ladder)
     "tiny": {"1.5B's options": (TINY | QWEN | BFLOAT16, {"": {}}), "tiny": (TINY, LADDER), "": (TINY, CARDS)},
     "cpu": {"small": (SMALL, LADDER)},
@@ -135,7 +137,9 @@ def measure(name, settings, iterations, **aim):
     details |= dict(host_planned_mib=planned.host / MIB, host_measured_mib=record.get("mem_max_host_mb", 0.0))
     if budget:
         look = f"the plan of {planned.phase}, then what the context and the libraries take"
-        result(f"{name}: peak", measured / 1024, "GiB", at_most=budget, **details, look=look)
+        details |= dict(reserved_mib=record["mem_reserved_mb"])
+        what = f"{name}: peak, planned {planned.peak / GIB:.2f}"
+        result(what, measured / 1024, "GiB", at_most=budget, **details, look=look)
         return
     off = 100 * abs(planned.peak / MIB / measured - 1)
     look = f"{planned.phase}: its tensors in --plan's table, beside [MEM] in the log"
