@@ -124,9 +124,8 @@ def measure(name, settings, iterations, **aim):
     prepared = prepared_run(settings)
     gc.collect()
     empty_cache()
-    if budget := settings.memory_budget_gb:
-        settings = apply(DryRun(prepared, grpo.iterate), settings, pick_device(DEVICE), print)
-        prepared.settings = settings
+    settings = apply(DryRun(prepared, grpo.iterate), settings, pick_device(DEVICE), print)  # no budget: no cap
+    prepared.settings = settings
     record = run(prepared, iterations)
     seconds = {key.removeprefix("time_"): value for key, value in record.items() if key.startswith("time_")}
     result(f"{name}: an iteration", seconds.pop("s"), "s", **aim, **seconds)
@@ -135,7 +134,7 @@ def measure(name, settings, iterations, **aim):
     planned, measured = plan(DryRun(prepared, grpo.iterate), settings), record["mem_max_alloc_mb"]
     details = dict(planned_mib=planned.peak / MIB, measured_mib=measured, phase=planned.phase)
     details |= dict(host_planned_mib=planned.host / MIB, host_measured_mib=record.get("mem_max_host_mb", 0.0))
-    if budget:
+    if budget := settings.memory_budget_gb:
         look = f"the plan of {planned.phase}, then what the context and the libraries take"
         details |= dict(reserved_mib=record["mem_reserved_mb"])
         what = f"{name}: peak, planned {planned.peak / GIB:.2f}"
