@@ -39,7 +39,7 @@ real: models/smollm2-135m-instruct
 PRODUCTS = --task=jsonl --data_file=data/products.jsonl --chat --system_prompt="Use <calc> to compute." --max_new_tokens=48
 tools: models/smollm2-135m-instruct | .venv/tools
 	$(BIN)/python evaluate.py $< $(PRODUCTS) --num_samples=4
-	$(BIN)/python evaluate.py $< $(PRODUCTS) --num_samples=4 --tools=calc
+	$(BIN)/python evaluate.py $< $(PRODUCTS) --num_samples=4 --tools=examples.tools:calc
 	$(BIN)/python grpo.py config/grpo_tools.py $(ARGS)
 	$(BIN)/python evaluate.py out/grpo_tools --num_samples=4
 	$(BIN)/python evaluate.py out/grpo_tools --num_samples=4 --tools=

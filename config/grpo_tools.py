@@ -10,7 +10,7 @@ task = "jsonl"
 data_file = "data/products.jsonl"
 chat = True
 system_prompt = "Use <calc> to compute."
-tools = ["calc"]
+tools = ["examples.tools:calc"]
 
 max_iters = 10
 batch_size = 16

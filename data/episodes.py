@@ -44,7 +44,9 @@ class EpisodeOptions:
     """
 
     stop_string: str = option("", "text that also ends a completion, such as </answer>")
-    tools: list[str] = option([], "functions that the model may call: calc, python, module:function")
+    tools: list[str] = option(
+        [], "functions that the model may call: module:function, such as examples.tools:calc"
+    )
     environment: str = option("", "module:Class; its public methods are tools")
     max_turns: int = option(0, "turns of the model in a completion; 0: no limit")
     max_tool_tokens: int = option(256, "cut off longer results of tools", minimum=1)

@@ -1,11 +1,11 @@
 """Tools: functions that a model calls while it samples; their JSON schemas, how calls are read and made.
 
-    functions = load_tools(["calc", "my_tools:search"])             # {"calc": function, "search": function}
+    functions = load_tools(["examples.tools:calc", "my_tools:search"])  # {"calc": function, "search": function}
     schemas = [schema_of(function) for function in functions.values()]
     content, calls = parse_calls(text, "hermes", schemas)
     text, failed = call_tool(functions, calls[0], seconds=10)
 
-A tool has type hints and a docstring with "Args:", as for TRL and transformers. `calc` and `python` are built in.
+A tool has type hints and a docstring with "Args:", as for TRL and transformers; examples/tools.py has two.
 An environment is an object with state, one for each completion: its public methods are its tools, as in TRL.
 
 A model writes a call in the form that its chat template writes (Chat.call_form):
@@ -22,121 +22,36 @@ Python can, so name only code that you trust.
 Tests: tests/test_tools.py.
 """
 
-import ast
 import inspect
-import io
 import json
-import operator
 import re
-import traceback
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from copy import deepcopy
-from fractions import Fraction
 
 from data import imported
 from data.calls import OutOfTime, awaited, complete, name_of
 from snug.options import SnugError, in_one_line, well_formed
-from snug.sandbox import of_thread
 
-MAX_CHARS = 200  # of an expression, bounds the recursion
-OPERATORS = {  # of `calc`
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-PYTHON_SECONDS = 5.0  # for the code of one call
-MAX_OUTPUT = 10_000  # characters that the code prints
 MAX_ERROR = 500  # characters of an error
 NO_TOOLS = ("reset", "get_reward", "reply")  # methods of an environment
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The tools that are built in
-
-
-def calc(expression: str) -> str:
-    """Compute an expression of numbers.
-
-    Args:
-        expression: numbers with + - * / and parentheses, such as (1 + 2) / 4
-    """
-    try:
-        if len(expression) > MAX_CHARS or not re.fullmatch(r"[-+*/(). 0-9]+", expression):
-            raise ValueError
-        value = value_of(ast.parse(expression.strip(), mode="eval").body)
-        return str(value) if value.denominator == 1 else f"{float(value):.12g}"
-    except (SyntaxError, ValueError, ArithmeticError):
-        raise ValueError(
-            f"no expression of numbers and + - * / ( ), up to {MAX_CHARS} characters, or a division by zero"
-        ) from None
-
-
-def value_of(node: ast.expr) -> Fraction:
-    """Raises ValueError for what is neither a number nor one of the operations."""
-    if isinstance(node, ast.Constant):
-        return Fraction(repr(node.value))  # 0.1 is a tenth
-    if type(getattr(node, "op", None)) not in OPERATORS:
-        raise ValueError
-    children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    return Fraction(OPERATORS[type(node.op)](*map(value_of, children)))
-
-
-def python(code: str) -> str:
-    """Run Python code and return what it prints.
-
-    Args:
-        code: the code; it can import installed packages, and cannot use other files, processes or the network
-    """
-    [(printed, error)] = POOL.submit(lambda: interpreter().run("run", [[code]])).result()
-    if error:
-        raise ValueError(error)
-    return printed
-
-
-TOOLS = {"calc": calc, "python": python}
-
-
-def interpreter():
-    return of_thread(Interpreter, PYTHON_SECONDS)
-
-
-POOL = ThreadPoolExecutor(16)
-
-
-class Interpreter:
-    """Lives in the processes of a sandbox."""
-
-    def run(self, code: str) -> str:
-        """-> what it prints, and the error that ends it."""
-        printed, problem = io.StringIO(), ""
-        try:
-            with redirect_stdout(printed):
-                exec(code, {"__name__": "__main__"})
-        except BaseException as error:
-            problem = traceback.format_exception_only(error)[-1]
-        return printed.getvalue()[:MAX_OUTPUT] + problem[:MAX_ERROR]
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The user's tools
 
 
 def load_tools(specs, functions=(), run=""):
-    """["calc", "module:function", ...] -> {name: function}, in this order.
+    """["module:function", ...] -> {name: function}, in this order.
 
-    functions: {spec: function} of a caller. run: a run's folder. `python` starts its sandbox. Raises SnugError.
+    functions: {spec: function} of a caller. run: a run's folder. A tool may have a function `start`, which is called
+    here. Raises SnugError.
     """
-    tools, known = {}, TOOLS | dict(functions)
-    advice = f"write {', '.join(TOOLS)}, or module:function, such as my_tools:search"
+    tools, advice = {}, "write module:function, such as examples.tools:calc"
     for spec in specs:
-        tool = imported(spec, "tools", advice, known, run)
+        tool = imported(spec, "tools", advice, functions, run)
         if tools.setdefault(name_of(tool), tool) is not tool:
             raise SnugError(f"tools={spec!r}: two tools have the name {name_of(tool)}; rename one")
-        if tool is python:
-            POOL.submit(lambda: interpreter().start()).result()
+        if start := getattr(tool, "start", None):
+            start()
     return tools
 
 

@@ -49,11 +49,13 @@ GONE = dict(
     format_reward=0.0,
     soft_punish_cache=0,
 )
-MOVED = dict(  # tasks of older runs
+MOVED = dict(  # tasks and tools of older runs
     countdown="examples.countdown:Countdown",
     lookup="examples.lookup:Lookup",
     reasoning_gym="examples.gym:ReasoningGym",
     code="examples.code:Code",
+    calc="examples.tools:calc",
+    python="examples.tools:python",
 )
 
 
@@ -130,6 +132,7 @@ def read_state(path) -> dict:
     state = json.loads((path / "state.json").read_text())
     settings = state["settings"]
     settings["task"] = MOVED.get(settings["task"], settings["task"])
+    settings["tools"] = [MOVED.get(tool, tool) for tool in settings.get("tools", [])]
     settings.setdefault("assistant_turns", "last")  # of older SFT runs
     return state
 

@@ -209,9 +209,10 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path, capsys):
     words = [f"--resume={sft.out_dir}"]
     assert_refused("lr_schedule='step' is not one of", prepare, *read_settings(SFTSettings, words)[:2])
     assert prepare(*read_settings(SFTSettings, [*words, "--lr_schedule=linear"])[:2]).settings.lr_schedule == "linear"
-    write_settings(sft.out_dir, task="countdown", countdown_numbers="5")
+    write_settings(sft.out_dir, task="countdown", countdown_numbers="5", tools=["calc", "a:b"])
     settings = loading.load_run(sft.out_dir).settings
     assert (settings.task, settings.countdown_numbers) == ("examples.countdown:Countdown", "5")
+    assert settings.tools == ["examples.tools:calc", "a:b"]
 
 
 def test_all_files_are_compared_once_and_damaged_ones_are_not_loaded(tmp_path, monkeypatch, capsys):
@@ -298,7 +299,7 @@ def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path):
         ("n_layer", 3, "n_layer=3, but .*checkpoint-000001 has 1; leave n_layer out"),
         ("tokenizer", f"{tmp_path}/tokenizer", "but .*checkpoint-000001 has 'bytes'; leave tokenizer out"),
         ("digits", 3, "cannot go on with other options: digits was 2, is 3"),
-        ("tools", ["calc"], "cannot go on with other options: tools was .., is .'calc'."),
+        ("tools", ["examples.tools:calc"], "cannot go on with other options: tools was .., is .'examples.tools:calc'."),
     ):
         word = f"--{name}={','.join(value) if isinstance(value, list) else value}"
         by_name, given, _ = read_settings(GRPOSettings, [f"--resume={settings.out_dir}", word])

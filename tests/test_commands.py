@@ -209,7 +209,7 @@ def test_sft_is_evaluated_with_the_users_functions_tools_and_stop_string(tmp_pat
         return [0.25] * len(completions)
 
     asked = dict(reward_funcs=[quarter])
-    log = train_sft.train(out_dir="run", stop_string="1", tools=["calc"], **small, **asked).log
+    log = train_sft.train(out_dir="run", stop_string="1", tools=["examples.tools:calc"], **small, **asked).log
     assert log[0]["eval_reward_mean"] == 0.25 and log[0]["pass_at_1"] == 0
     assert texts and not any("1" in text[:-1] for text in texts)  # messages, because there are tools
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 2)

@@ -86,7 +86,9 @@ SCORED = [(name, *way) for name in list(EVERY)[:-1] for way in WAYS]
 def test_training_and_evaluations_score_every_task(name, others, chat, chat_model, monkeypatch):
     """In a text behind a call; in a chat behind a reply, and in one turn: of two completions one is right."""
     (folder, model), (options, right) = chat_model, EVERY[name]
-    options = options | dict(tools=["calc"] * (others == "tools"), environment="Asks" * (others == "environment"))
+    options = options | dict(
+        tools=["examples.tools:calc"] * (others == "tools"), environment="Asks" * (others == "environment")
+    )
     options |= dict(chat=chat, max_new_tokens=900, batch_size=2, group_size=2, eval_prompts=1, device="cpu")
     settings = GRPOSettings(init_from=folder, **options)
     prepared = prepare(settings, functions=dict(Asks=Asks))

@@ -158,7 +158,7 @@ def chats(folders):
 def talk(monkeypatch, tokenizer, *turns, prompt=QUESTION, longest=300, functions=None, **options):
     """-> (the messages of one completion with these turns, its Rollouts, the Episodes)"""
     pytest.importorskip("transformers", reason="pip install -r requirements-tools.txt")
-    toolbox = make_toolbox(GRPOSettings(**dict(tools=["calc"]) | options), tokenizer, functions or {})
+    toolbox = make_toolbox(GRPOSettings(**dict(tools=["examples.tools:calc"]) | options), tokenizer, functions or {})
     episodes = Episodes(toolbox, tokenizer, [dict(prompt=prompt)], 1)
     rollouts = sampled(monkeypatch, tokenizer, episodes, [turns], longest)
     [completion] = episodes.finish(rollouts)
@@ -250,7 +250,7 @@ def test_a_turn_may_end_with_any_of_the_stop_tokens(which, tmp_path, monkeypatch
 def test_an_inline_call_of_any_tool_ends_a_turn_in_any_row(chats, monkeypatch):
     """Beside rows of chats, which call otherwise, and beside the run's stop string."""
     tokenizer = chats["hermes"]
-    options = GRPOSettings(tools=["calc", "search"])
+    options = GRPOSettings(tools=["examples.tools:calc", "search"])
     toolbox = make_toolbox(options, tokenizer, dict(search=search))
     rows = [dict(prompt="How much? "), dict(prompt=QUESTION)]
     episodes = Episodes(toolbox, tokenizer, rows, 3, stop_string="END")
@@ -273,7 +273,7 @@ def test_a_conversation_has_the_ids_of_transformers(form, folders, chats, monkey
     turns = ["I compute." + "\n" + asked if form == "hermes" else asked, "It is 42. Is this all?"]
     turns += [write("search", query='a "b" é', top=2), "Bye."]
     functions = {"search": search, "m:Simulator": Simulator}
-    options = dict(functions=functions, tools=["calc", "search"], environment="m:Simulator")
+    options = dict(functions=functions, tools=["examples.tools:calc", "search"], environment="m:Simulator")
     messages, rollouts, episodes = talk(monkeypatch, ours, *turns, longest=900, **options)
     assert [message["role"] for message in messages] == "assistant tool assistant user assistant tool assistant".split()
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -353,10 +353,13 @@ def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path)
     config = dict(chat_template=MISTRAL, eos_token="<|im_end|>")
     folder = folder_of(tmp_path / "mistral", qwen_like(), tokenizer_config=config)
     wanted = r"^tools: snug cannot read the chat template's calls, which end with 'OL_CALLS. .*arguments.*.</s>'; leave out --"
-    assert_refused(wanted, prepared_for, tmp_path, folder, {}, tools=["calc"])
+    assert_refused(wanted, prepared_for, tmp_path, folder, {}, tools=["examples.tools:calc"])
     prepared_for(tmp_path, folder, {})
     talks = made_of(lambda self, **columns: None, reply=lambda self, text: "And?")
-    for options in (dict(prompt="2+2=", tools=["calc"]), dict(environment="E")):  # which has no tools to call
+    for options in (
+        dict(prompt="2+2=", tools=["examples.tools:calc"]),
+        dict(environment="E"),
+    ):  # which has no tools to call
         prepared = prepared_for(tmp_path, folder, dict(E=talks), **options)
         [row] = prepared.task.prompts("train", [0])
         assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"

@@ -73,9 +73,9 @@ def options_of(folder, model, prompt="2+3=", first="2+3=", column="prompt", **ch
         (dict(first="end with <|im_end|>"), [TEMPLATE, SPELLED.replace("in 0", "in 1")]),
         (dict(chat=True, prompt=[USER], first=[USER | dict(content="a <|im_end|>")]), [SPELLED]),
         (dict(chat=True, prompt=[USER], first=[dict(role="system", content="<|im_end|>"), USER]), [SPELLED]),
-        (dict(chat=True, tools=["calc"]), [TOOLS]),
+        (dict(chat=True, tools=["examples.tools:calc"]), [TOOLS]),
         (dict(chat=True, environment="games:Game"), []),  # it has no tools
-        (dict(tools=["calc"]), [TEMPLATE, TOOLS]),
+        (dict(tools=["examples.tools:calc"]), [TEMPLATE, TOOLS]),
     ],
 )
 def test_a_run_says_what_is_seldom_meant(tmp_path, model, changes, said):
@@ -86,8 +86,11 @@ def test_a_run_says_what_is_seldom_meant(tmp_path, model, changes, said):
 
 def test_a_template_that_describes_tools_needs_no_word(tmp_path):
     model = str(make_chat_model(tmp_path / "hermes", HERMES))
-    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, chat=True, tools=["calc"])))) == []
-    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, tools=["calc"])))) == [TEMPLATE, TOOLS]
+    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, chat=True, tools=["examples.tools:calc"])))) == []
+    assert notes(prepare(GRPOSettings(**options_of(tmp_path, model, tools=["examples.tools:calc"])))) == [
+        TEMPLATE,
+        TOOLS,
+    ]
 
 
 def test_the_run_the_evaluation_and_the_sample_say_it(tmp_path, model, capsys):

@@ -285,7 +285,7 @@ def test_control_characters_are_shown_as_text(monkeypatch, capsys):
 
 def test_the_runs_options_hold_unless_others_are_given():
     """Also where what is given is the default: --tools= and --stop_string= take them away."""
-    settings = GRPOSettings(device=DEVICE, tools=["calc"], stop_string="e", max_new_tokens=40)
+    settings = GRPOSettings(device=DEVICE, tools=["examples.tools:calc"], stop_string="e", max_new_tokens=40)
     run = loading.Run(make_model(vocab_size=257), get_tokenizer("bytes"), settings, 0, Path("run"))
 
     def completed(**options):

@@ -242,8 +242,9 @@ linux.called("prctl", 38, 1, 0, 0, 0)
 load, equal = linux.LOAD, linux.EQUAL
 refuse((load, 0, 0, 0), (equal, 0, 1, 444))  # landlock_create_ruleset
 refuse((load, 0, 0, 0), (equal, 0, 3, 157), (load, 0, 0, 16), (equal, 0, 1, 22))  # prctl PR_SET_SECCOMP
-from data.tools import load_tools, python
-load_tools(["python"])
+from data.tools import load_tools
+from examples.tools import python
+load_tools(["examples.tools:python"])
 print("loaded", file=sys.stderr)
 print(python("print(1)"), end="")
 """

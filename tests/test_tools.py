@@ -15,13 +15,15 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from data.episodes import Episode, make_toolbox
-from data.tools import TOOLS, call_tool, load_tools, methods_of, parse_calls, schema_of
+from data.tools import call_tool, load_tools, methods_of, parse_calls, schema_of
+from examples.tools import calc, python
 from helpers.episodes import call, hermes, tool_of
 from helpers.errors import PanicException, assert_refused
 from settings import GRPOSettings
 from snug.options import SnugError
 from snug.tokenizer import get_tokenizer
 
+TOOLS = dict(calc=calc, python=python)
 bare = tool_of("bare", lambda: None)
 search = tool_of("search", lambda query, top=3, exact=None: None, query=str, top=int, exact=bool)
 every = tool_of("every", lambda a, b, c, d: None, a=list[int], b=dict[str, float], c=Literal["x", "y"], d=Any)
@@ -83,17 +85,17 @@ def test_transformers_that_is_not_there(monkeypatch):
 
 
 def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
-    calc = 'def calc(a: int):\n    """Add.\n\n    Args:\n        a: a number\n    """\n'
-    (tmp_path / "snug_test_tools.py").write_text(f"{calc}class Game:\n    def reset(self): pass\n")
+    other = 'def calc(a: int):\n    """Add.\n\n    Args:\n        a: a number\n    """\n'
+    (tmp_path / "snug_test_tools.py").write_text(f"{other}class Game:\n    def reset(self): pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    tools = load_tools(["python", "snug_test_tools:calc", "mine"], {"mine": search})
+    tools = load_tools(["examples.tools:python", "snug_test_tools:calc", "mine"], {"mine": search})
     assert list(tools) == ["python", "calc", "search"] and tools["calc"] is not TOOLS["calc"]
     assert load_tools([]) == {} and list(load_tools(["mine", "mine"], {"mine": search})) == ["search"]
     with pytest.raises(SnugError, match="tools='snug_test_tools:calc': two tools have the name calc; rename one"):
-        load_tools(["calc", "python", "snug_test_tools:calc"])
+        load_tools(["examples.tools:calc", "snug_test_tools:calc"])
     for spec, message in {
-        "calk": "write calc, python, or module:function, such as my_tools:search",
+        "calk": "write module:function, such as examples.tools:calc",
         "snug_test_tools:cal": "snug_test_tools has no function or class cal; did you mean calc",
         "snug_test_absent:f": "no module snug_test_absent in",
     }.items():
@@ -119,7 +121,7 @@ def test_methods_of_an_environment():
     assert methods_of(None) == {}
 
 
-# The built-in tools
+# The tools of examples/
 
 SUMS = {"1+2*3": "7", "(1 + 2) / 4": "0.75", "0.1 + 0.2": "0.3", "1/3": "0.333333333333", " -(+3) ": "-3", "10/5": "2"}
 NO_SUMS = ["", "1 if 1 else 2", *"a __import__('os') 1+ () 1,2 '1'*9 1j True ... 2**2 7//2".split()]
@@ -154,8 +156,8 @@ def test_python_prints():
 
 def test_code_that_does_not_end(monkeypatch):
     """The caller does not wait for it, and the next call works."""
-    monkeypatch.setattr("data.tools.PYTHON_SECONDS", 0.5)
-    monkeypatch.setattr("data.tools.POOL", ThreadPoolExecutor(1))
+    monkeypatch.setattr("examples.tools.PYTHON_SECONDS", 0.5)
+    monkeypatch.setattr("examples.tools.POOL", ThreadPoolExecutor(1))
     assert call_tool(TOOLS, call("python", code="print(2)"), 60) == ("2\n", False)
     endless = call("python", code="while True: pass")
     assert call_tool(TOOLS, endless, 0.1) == ("{'error': 'python took longer than 0.1 seconds'}", True)
