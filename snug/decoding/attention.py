@@ -25,10 +25,9 @@ if triton is not None:
             half = (PART if PART else D) // 2
             turns = mask & (d < PART) if PART else mask
             other = tl.load(x + tl.where(d < half, d + half, d - half), turns, 0.0)
-            other = other.to(tl.float32)
             c = tl.load(cos + d, turns, 1.0 if PART else 0.0)
             s = tl.load(sin + d, turns, 0.0)
-            value = value.to(tl.float32) * c + tl.where(d < half, -other, other) * s
+            value = value * c + tl.where(d < half, -other, other) * s
         return value
 
     @triton.jit

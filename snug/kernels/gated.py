@@ -35,7 +35,7 @@ if triton is not None:
             tl.store(out + row * n + column, value, mask)
         else:
             out += row * 2 * n + column
-            d = tl.load(dy + row * n + column, mask, 0.0).to(tl.float32)
+            d = tl.load(dy + row * n + column, mask, 0.0)
             dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid) * slope)
             dup = d * gate * sigmoid
             tl.store(out, dgate, mask)

@@ -44,7 +44,7 @@ if triton is not None:
             unit *= rstd
             value = unit * scale
             if dy is not None:
-                value = tl.load(dy + row * n + d, mask, 0.0).to(tl.float32)
+                value = tl.load(dy + row * n + d, mask, 0.0)
                 total += value * unit
                 value *= scale
                 value = (value - unit * (tl.sum(value * unit, 0) / n)) * rstd
