@@ -14,19 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+import interpreted
 from helpers.kernels import LONG_ROWS, RAGGED, ahead_of_time, assert_near, make_cache, make_rows, run_rows
 from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import assert_naive
-from interpreted import (
-    INTERPRETED,
-    SHARED,
-    compiles,
-    in_kernels,
-    in_the_interpreter,
-    long,
-    resources_of,
-    run_interpreted,
-)
+from interpreted import INTERPRETED, SHARED, compiles, in_kernels, in_the_interpreter, long, resources_of
 from sample import sample_groups
 from snug.decoding import attention, draw, kvcache
 from snug.decoding import decode_batch as sample
@@ -43,7 +35,7 @@ test_values_in_the_interpreter = in_the_interpreter(__file__, 9)
 @pytest.mark.long
 @pytest.mark.parametrize("name, at_least", [("draw", 2), ("kvcache", 9)])
 def test_the_tests_of_plain_torch_in_the_interpreter(name, at_least):
-    run_interpreted(f"tests/test_{name}.py", at_least)
+    interpreted.run_interpreted(f"tests/test_{name}.py", at_least)
 
 
 @pytest.fixture(autouse=True)

@@ -11,18 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import interpreted
 from helpers.kernels import Ops, ahead_of_time
 from helpers.models import DEVICE, LLAMA, make_model
-from interpreted import (
-    INTERPRETED,
-    KERNELS,
-    SHARED,
-    forbid_plain_torch,
-    in_kernels,
-    in_the_interpreter,
-    long,
-    resources_of,
-)
+from interpreted import INTERPRETED, KERNELS, SHARED, in_kernels, in_the_interpreter, long, resources_of
 from model import GPTConfig, rotary_table
 from model import make_model as new_model
 from snug import lora
@@ -43,7 +35,7 @@ test_values_in_the_interpreter = in_the_interpreter(__file__, 30)
 
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
-    forbid_plain_torch(monkeypatch, (rotary, "rotate"), (gated, "rows_in_torch"), (norm, "norm_in_torch"))
+    interpreted.forbid_plain_torch(monkeypatch, (rotary, "rotate"), (gated, "rows_in_torch"), (norm, "norm_in_torch"))
 
 
 def assert_rounded(value, exact, dtype):

@@ -21,17 +21,9 @@ import pytest
 from huggingface_hub import constants
 from torch.distributed.run import get_args_parser
 
+import helpers.commands
 from helpers import HOME
-from helpers.commands import (
-    CONFIGS,
-    block_with,
-    command_of,
-    commands_in,
-    docstring_of,
-    tidy,
-    values_of,
-    write_shrunk_configs,
-)
+from helpers.commands import CONFIGS, block_with, command_of, commands_in, docstring_of, tidy, values_of
 from helpers.files import source_files
 from helpers.hub import put
 from helpers.models import make_chat_model
@@ -120,7 +112,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     for name in ("models", "data/gsm8k", "hub"):
         (folder / name).mkdir(parents=True)
-    write_shrunk_configs(folder)
+    helpers.commands.write_shrunk_configs(folder)
     model = make_chat_model(folder / "models/smollm2-135m-instruct", HERMES, brief=True)
     for name in ON_HUB:
         put(folder / "hub", model, "a" * 40, name)

@@ -18,26 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from helpers import tokenizers as made
 from helpers.errors import assert_refused, refusal
-from helpers.tokenizers import (
-    FAMILIES,
-    HERMES,
-    SPELLED,
-    STOP,
-    TOOLED,
-    added,
-    folder_of,
-    ids_of,
-    llama2_like,
-    llama3_like,
-    mistral_like,
-    qwen_like,
-    texts,
-    tool,
-    tooled,
-    unigram,
-    user,
-)
+from helpers.tokenizers import FAMILIES, HERMES, SPELLED, STOP, TOOLED, added, folder_of, texts, tool, tooled, user
 from snug.options import SnugError
 from snug.tokenizer import DATE, END_OF_TEXT, FILES, get_tokenizer
 
@@ -97,10 +80,10 @@ def test_ids_and_texts_are_those_of_tokenizers(pair):
     rng = random.Random(0)
     assert ours.n_vocab == 1 + max(theirs.get_vocab().values())
     for text in texts(300):
-        expected = ids_of(theirs, text, False)
+        expected = made.ids_of(theirs, text, False)
         assert ours.encode(text) == expected
         assert ours.decode(expected) == theirs.decode(expected)
-        assert ours.encode(text, special=True) == ids_of(theirs, text, True)
+        assert ours.encode(text, special=True) == made.ids_of(theirs, text, True)
         sampled = [rng.randrange(ours.n_vocab + 5) for _ in range(9)]
         assert ours.decode(sampled) == theirs.decode(sampled)
 
@@ -197,10 +180,10 @@ def test_what_a_text_begins_with(tmp_path):
     two.post_processor = processors.TemplateProcessing(single=["<b>", END_OF_TEXT, "$A"], special_tokens=ends)
     by_file = get_tokenizer(folder_of(tmp_path, json.loads(two.to_str()), tokenizer_config=config))
     assert by_file.encode_prompt("a") == [257, 256, *b"a"]  # also where the configuration adds one
-    for family, bos in ((llama3_like, ["<s>"]), (unigram, []), (qwen_like, [])):
+    for family, bos in ((made.llama3_like, ["<s>"]), (made.unigram, []), (made.qwen_like, [])):
         ours = get_tokenizer(folder_of(tmp_path, family(), tokenizer_config=dict(eos_token=STOP[family])))
         theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a b")
-        assert ours.encode_prompt("a b") == theirs.ids[: len(theirs.ids) - (family is unigram)]
+        assert ours.encode_prompt("a b") == theirs.ids[: len(theirs.ids) - (family is made.unigram)]
         assert list(ours.bos) == [ours.special[token] for token in bos]
 
 
@@ -239,7 +222,7 @@ def test_names_of_no_tokenizer(name):
     assert_refused(f"^'{name}' has no tokenizer.json .*, and is not bytes or gpt2", get_tokenizer, name)
 
 
-PANICS = json.loads(json.dumps(llama3_like()))  # in Rust: a BaseException, and no Exception
+PANICS = json.loads(json.dumps(made.llama3_like()))  # in Rust: a BaseException, and no Exception
 PANICS["post_processor"]["single"][0]["SpecialToken"]["id"] = "[NONE]"
 NO_TOKENIZER = {  # what is said: tokenizer.json
     "ValueError: Cannot instantiate": b"",
@@ -270,15 +253,15 @@ LLAMA2 = "{{ bos_token }}{% for message in messages %}{% if message['role'] == '
 LLAMA2 += "{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CHATS = {name: (family, template) for name, (family, template, *_) in TOOLED.items()}
-CHATS |= dict(llama2=(llama2_like, LLAMA2), mistral=(mistral_like, LLAMA2), unigram=(unigram, LLAMA2))
-CHATS |= dict(joined=(qwen_like, JOINED))
+CHATS |= dict(llama2=(made.llama2_like, LLAMA2), mistral=(made.mistral_like, LLAMA2), unigram=(made.unigram, LLAMA2))
+CHATS |= dict(joined=(made.qwen_like, JOINED))
 PHI4 = "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
 PHI4 += "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
 GEMMA3 = "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
 GEMMA3 += (
     "{{ m.content|trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-CHATS |= dict(phi4=(qwen_like, PHI4), gemma3=(llama2_like, GEMMA3))
+CHATS |= dict(phi4=(made.qwen_like, PHI4), gemma3=(made.llama2_like, GEMMA3))
 MORE = dict(phi4=["<|im_sep|>"], gemma3=["<start_of_turn>", "<end_of_turn>"])
 
 
@@ -481,7 +464,7 @@ def test_template_variables_are_those_of_transformers_and_travel(tmp_path):
     """With and without thinking; a checkpoint's files and an export keep the variables, and a caller's values win."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", chat_template=THINKS)
-    folder = folder_of(tmp_path / "in", qwen_like(), tokenizer_config=config)
+    folder = folder_of(tmp_path / "in", made.qwen_like(), tokenizer_config=config)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
     for kwargs in ({}, {"enable_thinking": False}, {"style": 'a "b" \\ {%', "enable_thinking": False}):
@@ -542,7 +525,7 @@ def test_a_result_spells_no_token_of_the_template(tmp_path):
     """Qwen's tokenizer has <tool_response> as a token that is not special. Other results have the ids that they had."""
     tags = "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>"
     config = dict(chat_template=HERMES, eos_token="<|im_end|>")
-    ours = get_tokenizer(folder_of(tmp_path, added(qwen_like(), *tags, special=False), tokenizer_config=config))
+    ours = get_tokenizer(folder_of(tmp_path, added(made.qwen_like(), *tags, special=False), tokenizer_config=config))
     number = {tag: ours.backend.token_to_id(tag) for tag in (*tags, "<think>", "</think>")}
     assert None not in number.values()
     for text in ("a", "a</tool_response>b<tool_response>c", "<tool_call>{}</tool_call>", "</think>"):
@@ -556,9 +539,9 @@ def test_a_result_spells_no_token_of_the_template(tmp_path):
 def test_what_the_template_writes_behind_an_answer_ends_a_completion(tmp_path):
     """A base model with ChatML, whose files name only <|endoftext|>. A checkpoint and an export keep it."""
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, chat_template=HERMES)
-    number = next(token["id"] for token in qwen_like()["added_tokens"] if token["content"] == END_OF_TEXT)
+    number = next(token["id"] for token in made.qwen_like()["added_tokens"] if token["content"] == END_OF_TEXT)
     generation = dict(eos_token_id=number, top_k=5)
-    folder = folder_of(tmp_path / "in", qwen_like(), tokenizer_config=config, generation_config=generation)
+    folder = folder_of(tmp_path / "in", made.qwen_like(), tokenizer_config=config, generation_config=generation)
     ours = get_tokenizer(folder)
     first, end = ours.special[END_OF_TEXT], ours.special["<|im_end|>"]
     assert ours.stop_tokens == (first, end) and ours.stop_token == first  # which training teaches
