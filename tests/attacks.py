@@ -85,9 +85,8 @@ PROC = {  # what /proc has for everybody
     "status": "result = open(f'/proc/{pid}/status').read()",
     "status by way of stat": "open(f'/proc/{os.getppid()}/stat')\nresult = 'TracerPid'",
     "cmdline": "result = open(f'/proc/{pid}/cmdline').read() and '[cmdline]'",
-    "files": "result = os.listdir(f'/proc/{pid}/fd')[0] + '[fd]'",
-    "processes": "result = os.listdir('/proc')",
-}
+    "files": "result = os.listdir(f'/proc/{pid}/fd')[0] + '[fd]'", "processes": "result = os.listdir('/proc')",
+}  # fmt: skip
 MISSED = {  # C code opens the file, and Python announces nothing
     "readline": "import readline\nreadline.read_history_file(secret)\nresult = readline.get_history_item(1)",
     "Tcl": "import _tkinter\nresult = _tkinter.create(None, 'a', 'A', False, False, False).eval(f'read [open {secret}]')",

@@ -163,8 +163,7 @@ def add(*names):
 
 REFUSED = {  # what is said: changes of the config, or of the tensors
     "peft_type='LOHA' is not supported; only 'LORA'": dict(peft_type="LOHA"),
-    "bias='all' is not supported": dict(bias="all"),
-    "use_dora=True is not supported": dict(use_dora=True),
+    "bias='all' is not supported": dict(bias="all"), "use_dora=True is not supported": dict(use_dora=True),
     "modules_to_save=['lm_head'] is not supported": dict(modules_to_save=["lm_head"]),
     "rank_pattern={'q_proj': 8} is not supported": dict(rank_pattern={"q_proj": 8}),
     "alora_invocation_tokens=[1] is not supported": dict(alora_invocation_tokens=[1]),
@@ -183,7 +182,7 @@ REFUSED = {  # what is said: changes of the config, or of the tensors
     "and torch.float32 (16, 4), not numbers": tensor(B=torch.ones(16, 4)),
     "and torch.int8 (32, 4), not numbers": tensor(B=torch.ones(32, 4, dtype=torch.int8)),
     f"{MODULE}A.weight and B are torch.float32 (8, 32)": tensor(A=torch.ones(8, 32), B=torch.ones(32, 8)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", REFUSED)

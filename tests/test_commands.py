@@ -28,11 +28,10 @@ BAD = {
     "grpo.py --beta=0.1": "beta=0.1 needs a reference",
     "grpo.py --loss_type=nowhere:f": "loss_type='nowhere:f': no module nowhere in ",
     "train_sft.py": "name a config, such as config/grpo_small.py, or options; --help lists them",
-    "sample.py out/nowhere": "out/nowhere: there is no such run",
-    "sample.py --prompt": "--prompt has no value",
+    "sample.py out/nowhere": "out/nowhere: there is no such run", "sample.py --prompt": "--prompt has no value",
     "evaluate.py out/nowhere": "out/nowhere: there is no such run",
     "report.py out/nowhere": "out/nowhere: there is no such run or model",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line, message", BAD.items())

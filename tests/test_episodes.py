@@ -357,9 +357,8 @@ def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path)
     prepared_for(tmp_path, folder, {})
     talks = made_of(lambda self, **columns: None, reply=lambda self, text: "And?")
     for options in (
-        dict(prompt="2+2=", tools=["examples.tools:calc"]),
-        dict(environment="E"),
-    ):  # which has no tools to call
+        dict(prompt="2+2=", tools=["examples.tools:calc"]), dict(environment="E"),
+    ):  # which has no tools to call  # fmt: skip
         prepared = prepared_for(tmp_path, folder, dict(E=talks), **options)
         [row] = prepared.task.prompts("train", [0])
         assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"

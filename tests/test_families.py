@@ -429,10 +429,9 @@ def test_adapters_there_and_back(pair, tmp_path):
 
 
 OTHERS = {  # models whose shape is another family's, or a part of the model
-    "eyes": with_eyes,
-    "phi4 14B": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, **NONE)),
+    "eyes": with_eyes, "phi4 14B": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, **NONE)),
     "phi3 mini 4k": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, **NONE, sliding_window=12)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("targets", [["qkv"], ["proj", "up"], ["down", "up", "qkv"]], ids=" ".join)

@@ -121,10 +121,9 @@ def test_a_line_has_what_was_logged():
     record = dict(iter=7, reward_mean=0.25, reward_std=0.5, loss=-0.001, kl=0.02, entropy=0.1, grad_norm=1.5)
     record |= dict(completion_length_mean=18, tokens_per_second=51804, mem_alloc_mb=2, mem_max_alloc_mb=39, time_s=2.3)
     more = dict(skipped_steps=0, dropped_steps=1, tool_calls=0.52, tool_errors=0.0, tokens_per_second=None)
-    assert console_line(record | more, 80) == (
-        "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  calls 0.52  "
-        "mem 2 MiB  peak 39 MiB  2.30 s  dropped 1"
-    )
+    line = "iter  7/80  reward 0.250 (sd 0.50)  loss -0.0010  kl 0.0200  entropy 0.100  grad 1.50  length 18.0  calls 0.52  "
+    line += "mem 2 MiB  peak 39 MiB  2.30 s  dropped 1"
+    assert console_line(record | more, 80) == line
     means = {"reward/right": 0.125, "reward/short": 0.4, "reward/never": None, "eval_reward/short": 1.0}
     assert "reward 0.250 (sd 0.50)  right 0.12 short 0.40  loss" in console_line(record | means, 80)
 

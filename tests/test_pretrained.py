@@ -181,12 +181,11 @@ def test_broken_weights_are_one_line(folder):
     whole = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     for change, said in (
-        ({name: None}, f"missing 1 [{name!r}]"),
-        ({"model.extra": torch.zeros(1)}, "surplus 1 ['model.extra']"),
+        ({name: None}, f"missing 1 [{name!r}]"), ({"model.extra": torch.zeros(1)}, "surplus 1 ['model.extra']"),
         ({name: torch.zeros(48, 33)}, f"{name} is F32 (48, 33), but must be"),
         ({name: whole[name].to(torch.int8)}, f"{name} is I8"),
         ({name: whole[name].to(torch.float8_e4m3fn)}, f"{name} is F8_E4M3"),
-    ):
+    ):  # fmt: skip
         left = {key: value for key, value in (whole | change).items() if value is not None}
         save_file(left, folder / "model.safetensors")
         assert said in refused(GPT.from_pretrained, folder)

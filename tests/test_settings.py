@@ -134,10 +134,9 @@ def test_names_of_trl_are_answered_with_ours(tmp_path):
     for cls in (SFTSettings, GRPOSettings):
         for word, ours in {
             "--num_generations=8": "group_size",
-            "--per_device_train_batch_size=8": "batch_size, in prompts, not completions",
-            "--bf16": "dtype=bfloat16",
+            "--per_device_train_batch_size=8": "batch_size, in prompts, not completions", "--bf16": "dtype=bfloat16",
             "--config=config/grpo_small.py": "the first word, without dashes, such as config/grpo_small.py",
-        }.items():
+        }.items():  # fmt: skip
             assert refused(read_settings, cls, [word]) == f"unknown option {word.split('=')[0]}; here it is {ours}"
         path = config(tmp_path, "max_steps = 3\n")
         assert refused(read_config, cls, path) == f"unknown option {path}:1: max_steps; here it is max_iters"
@@ -161,9 +160,8 @@ def test_other_words_for_values_are_answered():
         ("lora_target_modules", "q_proj", f"q_proj, k_proj and v_proj {one} qkv"),
         ("lora_target_modules", "up,gate_proj", f"gate_proj and up_proj {one} up"),
         ("lora_target_modules", "all-linear", "here it is qkv,proj,up,down"),
-        ("dtype", "bf16", "here it is dtype=bfloat16"),
-        ("lr_schedule", "constant_with_warmup", "here it is constant"),
-    ):
+        ("dtype", "bf16", "here it is dtype=bfloat16"), ("lr_schedule", "constant_with_warmup", "here it is constant"),
+    ):  # fmt: skip
         assert refused(read_value, GRPOSettings, option, theirs).endswith(f"; {answer}")
     assert "the range of float16 is too small" in refused(read_value, GRPOSettings, "dtype", "fp16")
     assert read_value(SampleSettings, "prompt", "bf16") == "bf16"  # text is text
@@ -196,11 +194,10 @@ def test_wrong_command_lines(tmp_path, monkeypatch):
     for line, message in {
         "--seed": "--seed has no value; options are written --name=value",
         "--seed --digits=3": "--seed has no value; options are written --name=value",
-        "--seed=1.5": "--seed takes a whole number, not '1.5'",
-        "--plan=yes": "--plan takes true or false, not 'yes'",
+        "--seed=1.5": "--seed takes a whole number, not '1.5'", "--plan=yes": "--plan takes true or false, not 'yes'",
         "--learning_rate=none": "--learning_rate takes a number, not 'none'",
         "a.py --seed=2 b.py": "one argument too many: b.py; options are written --name=value",
-    }.items():
+    }.items():  # fmt: skip
         assert refused(read_settings, SFTSettings, line.split()) == message
     assert_refused("one argument too many: b;", read_settings, SampleSettings, ["a", "b"], positional="folder")
     monkeypatch.chdir(tmp_path)

@@ -139,8 +139,7 @@ def test_a_file_that_cuts_or_pads(tmp_path):
 
 
 STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 257, </s> 258
-    ({}, (256,)),
-    (dict(tokenizer_config=dict(eos_token="<b>")), (257,)),
+    ({}, (256,)), (dict(tokenizer_config=dict(eos_token="<b>")), (257,)),
     (dict(tokenizer_config=dict(eos_token=dict(content="<b>"))), (257,)),
     (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=258)), (257, 258)),
     (dict(tokenizer_config=dict(eos_token="<b>"), generation_config=dict(eos_token_id=[258, 257, 999])), (257, 258)),
@@ -150,7 +149,7 @@ STOPS = [  # files -> the ids that end a completion; <|endoftext|> is 256, <b> 2
     (dict(tokenizer_config=b"{"), "tokenizer_config.json: cannot be read"),
     (dict(tokenizer_config=[]), "tokenizer_config.json: cannot be read"),
     (dict(generation_config=[]), "generation_config.json: cannot be read"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("files, expected", STOPS, ids=range(len(STOPS)))

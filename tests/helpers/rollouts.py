@@ -76,10 +76,8 @@ def make_rollouts(groups=GROUPS, dtype=torch.float64, seed=0, vocab_size=16, epi
         inside = (torch.arange(shape[1]) > 0) & (torch.arange(shape[1]) < completions[:, None] - 1)
         mask[inside & (torch.rand(shape, generator=draw) < 0.5)] = 0
     rewards = torch.rand(len(groups), k, generator=draw, dtype=torch.float64)
-    old, reference, sampled = (
-        (0.3 * torch.randn(shape, generator=draw, dtype=torch.float64) - 2.77).to(DEVICE, dtype) * mask.to(DEVICE)
-        for _ in range(3)
-    )
+    drawn = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(3)]
+    old, reference, sampled = ((0.3 * x - 2.77).to(DEVICE, dtype) * mask.to(DEVICE) for x in drawn)
     stopped = torch.tensor([i not in CUT_OFF for i in range(len(lengths))])
     columns = (x.to(DEVICE) for x in (tokens, prompts, completions, sampled, mask, stopped))
     advantages = group_advantages(rewards).flatten().to(DEVICE, dtype)

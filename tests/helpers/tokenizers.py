@@ -197,11 +197,10 @@ LLAMA31 = """{{- bos_token }}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 TOOLED = {  # name: family, template, the token that ends a turn, call_form
-    "qwen2.5": (qwen_like, HERMES, "<|im_end|>", "hermes"),
-    "qwen3": (qwen_like, THOUGHTS, "<|im_end|>", "hermes"),
+    "qwen2.5": (qwen_like, HERMES, "<|im_end|>", "hermes"), "qwen3": (qwen_like, THOUGHTS, "<|im_end|>", "hermes"),
     "smollm2": (smollm2_like, SMOLLM2, "<|im_end|>", "inline"),
     "llama3.1": (llama3_like, LLAMA31, "<|eot_id|>", "llama"),
-}
+}  # fmt: skip
 
 
 def user(content, role="user"):
