@@ -7,13 +7,12 @@ GRPO with other options are better.
 """
 
 # First, because importing runs sets what Ctrl-C does.
-from runs.log import change
+from runs.log import FIGURES, change
 
 # isort: split
 import argparse
 from statistics import median
 
-from runs.page.charts import LEARNING
 from runs.page.runs import PHASES, logged, logged_names, read_runs
 from runs.page.write import write_page
 from runs.verdict import verdict
@@ -33,7 +32,7 @@ def main(runs):
 
 def cells_of(runs):
     """Rows of cells. The first row has the runs' names; other rows begin with a figure's name. "-": not logged."""
-    figures = [name for _, _, names in LEARNING for name in names]
+    figures = [name for _, _, names in FIGURES["charts"] for name in names]
     figures += logged_names(runs, "reward/") + logged_names(runs, "metric/")
     rows = [["memory in MiB", *[str(run.folder) for run in runs]]]
     rows.append(["iterations", *[str(len(run.records)) for run in runs]])

@@ -8,12 +8,14 @@
 
 The console shows a line for every iteration of GRPO, and about 25 of SFT. Between two lines snug/options/progress.py
 shows a bar there, which log.txt does not get. If the console is gone, a file cannot be written or a
-service fails, the log warns once and the training goes on. Left out: plots, which report.py makes.
+service fails, the log warns once and the training goes on. figures.toml says how people see each figure. Left out:
+plots, which report.py makes.
 """
 
 import json
 import os
 import sys
+import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -25,30 +27,7 @@ from traceback import format_exception
 from snug.options import SnugError, described, in_one_line, plain, started_in, told
 from snug.options.progress import say
 
-# What the console shows of a record.
-CONSOLE = {
-    "reward_mean": "  reward {:.3f}",
-    "reward_std": " (sd {:.2f})",
-    "rewards": "  {}",
-    "loss": "  loss {:.4f}",
-    "eval_loss": " (held out {:.4f})",
-    "kl": "  kl {:.4f}",
-    "divergence": "  divergence {:.4f}",
-    "entropy": "  entropy {:.3f}",
-    "grad_norm": "  grad {:.2f}",
-    "completion_length_mean": "  length {:.1f}",
-    "tool_calls": "  calls {:.2f}",
-    "tool_errors": "  tool errors {:.2f}",
-    "tokens_per_second": "  {:,.0f} tok/s",
-    "mem_alloc_mb": "  mem {:.0f} MiB",
-    "mem_max_alloc_mb": "  peak {:.0f} MiB",
-    "time_s": "  {:.2f} s",
-    "dropped_steps": "  dropped {}",
-    "skipped_steps": "  steps with nothing to learn: {}",
-    "pass_at_1": "  pass@1 {:.3f}",
-    "pass_at_1_sampled": " (sampled {:.3f})",
-    "eval_reward_mean": "  eval reward {:.3f}",
-}
+FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())
 
 
 def console_line(record: dict, total: int) -> str:
@@ -62,7 +41,7 @@ def console_line(record: dict, total: int) -> str:
         if name[:7] == "reward/" and mean is not None
     ]
     record |= dict(rewards=" ".join(means) or None)
-    for name, text in CONSOLE.items():
+    for name, text in FIGURES["console"].items():
         value = record.get(name)
         if value is not None and (value or not name.endswith(("_steps", "_errors"))):
             line += text.format(value)

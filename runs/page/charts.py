@@ -5,32 +5,12 @@ A chart compares runs of one kind, GRPO or SFT, over their iterations. A figure 
 
 from dataclasses import dataclass
 
-from runs.log import values_of
+from runs.log import FIGURES, values_of
 from runs.page.runs import PHASES, logged, logged_names
 
-# Contrast of at least 3 : 1, on the light page and on the dark one.
-PALETTE = ["#4f7df0", "#c9821a", "#8b6fe0", "#e2685a", "#3fa67c", "#8793a8", "#c76aa8", "#3a9ab5"]
 SHOWN = 20  # a memory timeline has the last iterations
 STYLES = "solid", "dash", "dot", "dashdot"  # plotly's
 
-LEARNING = [  # title, unit, {figure of the log: name of the line}
-    ("Reward", "reward", {"reward_mean": "training, sampled", "eval_reward_mean": "held out, greedy"}),
-    (
-        "pass@1",
-        "share of held-out prompts",
-        {"pass_at_1": "greedy", "pass_at_1_sampled": "sampled", "task_pass_at_1": "the task's own"},
-    ),
-    ("KL to the reference", "nats per token", {"kl": ""}),
-    ("Divergence from the teacher", "nats per token", {"divergence": ""}),
-    ("Entropy", "nats per token", {"entropy": ""}),
-    ("Length of completions", "tokens", {"completion_length_mean": ""}),
-    ("Turns", "mean per completion", {"turns": ""}),
-    ("Tool calls", "mean per completion", {"tool_calls": "calls", "tool_errors": "errors"}),
-    ("Replies", "share of completion tokens", {"written_fraction": ""}),
-    ("Loss", "loss", {"loss": "training", "eval_loss": "held out"}),
-    ("Gradient norm", "norm before clipping", {"grad_norm": ""}),
-    ("Groups without variance", "share of groups", {"frac_reward_zero_std": ""}),
-]
 MEMORY = {"mem_max_alloc_mb": "peak", "mem_alloc_mb": "allocated after it"}
 
 
@@ -42,7 +22,7 @@ class Series:
     x: list
     y: list
     style: str
-    color: int = 0  # index into PALETTE; it starts again after the last
+    color: int = 0  # index into the palette; it starts again after the last
     width: float = 0.0
 
 
@@ -57,7 +37,7 @@ class Chart:
 def charts_of(runs):
     """All charts, in the page's order."""
     functions = {name: name.removeprefix("reward/") for name in logged_names(runs, "reward/")}
-    figures = [*LEARNING, ("Reward by function", "mean before weights", functions)]
+    figures = [*FIGURES["charts"], ("Reward by function", "mean before reward_weights", functions)]
     figures += [(name, "mean", {name: ""}) for name in logged_names(runs, "metric/")]
     learning = [chart for figure in figures for chart in by_kind("Learning", *figure, runs)]
     memory = [timeline(run) for run in runs]

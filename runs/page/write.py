@@ -10,8 +10,8 @@ import secrets
 from dataclasses import asdict
 from pathlib import Path
 
-from runs.log import write_whole
-from runs.page.charts import PALETTE, charts_of
+from runs.log import FIGURES, write_whole
+from runs.page.charts import charts_of
 from runs.page.runs import options_of
 from snug.options import in_one_line, plain
 
@@ -30,7 +30,7 @@ def write_page(runs, cells, verdict):
     rollouts = [
         dict(run=str(run.folder), samples=run.samples, every=run.every) for run in runs if run.samples
     ]
-    data = dict(palette=PALETTE, charts=list(map(asdict, charts)), rollouts=rollouts)
+    data = dict(palette=FIGURES["palette"], charts=list(map(asdict, charts)), rollouts=rollouts)
     text = templates.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
         island=Markup(island(data)),
