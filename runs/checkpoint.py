@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,27 +37,8 @@ PREFIX = "checkpoint-"
 # Files of tensors, which are large: those that will be read are compared with their checksums. A plan reads none.
 WEIGHTS = ("model.safetensors",)
 OF_A_RUN = (*WEIGHTS, "optimizer.safetensors")  # a resumed run reads both
-# Options that snug no longer has, and the value with which an older run goes on unchanged.
-GONE = dict(
-    adam_beta1=0.9,
-    entropy_coef=0.0,
-    delta=None,
-    importance_sampling_mode="token_truncate",
-    countdown_max_target=9999,
-    baseline="mean",
-    use_kl_in_reward=False,
-    countdown_form="terse",
-    format_reward=0.0,
-    soft_punish_cache=0,
-)
-MOVED = dict(  # tasks and tools of older runs
-    countdown="examples.countdown:Countdown",
-    lookup="examples.lookup:Lookup",
-    reasoning_gym="examples.gym:ReasoningGym",
-    code="examples.code:Code",
-    calc="examples.tools:calc",
-    python="examples.tools:python",
-)
+OLDER = tomllib.loads(Path(__file__).with_name("older_runs.toml").read_text())
+GONE, MOVED = OLDER["gone"], OLDER["moved"]
 
 
 class Checkpoint(NamedTuple):
@@ -167,7 +149,7 @@ def settings_of(checkpoint, goes_on=False) -> SFTSettings | GRPOSettings:
     """The run's settings. Options that are newer than the run have their defaults. Options that snug no longer has are
     ignored. If one of them had an effect, a note says so, and for a run that goes on SnugError is raised."""
     values = checkpoint.state["settings"]
-    lost = {name: value for name, value in values.items() if value != GONE.get(name, value)}
+    lost = {name: value for name, value in values.items() if value not in (None, GONE.get(name, value))}
     if lost and goes_on:
         raise SnugError(f"the run has options that are gone, {lost}: use the version that made it")
     if lost:
