@@ -51,6 +51,7 @@ from snug.device.kinds import off_mps
 from snug.memory import Limits
 
 ROUNDING = 1e-6  # a reward of 0.9 may be 0.8999999762 (float32), a sum of weights 0.30000000000000004
+LARGEST = 8192  # completions of a call: the device has tables of their tokens
 AT_ONCE = 64  # completions that are decoded, if a batch of the run had not more prompts
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ AT_ONCE = 64  # completions that are decoded, if a batch of the run had not more
 def sample_held_out(model, prepared, limits, n=1, temperature=1.0, seed=0):
     """This process's held-out prompts -> (greedy samples, n samples of each prompt at this temperature, if not 0).
 
-    All are sampled in one call, so that only its end has idle slots. An environment has one completion at a time, and
+    Up to LARGEST are sampled in one call, so that only its end has idle slots. An environment has one completion at a time, and
     stays: then about as many are sampled together as in training.
     """
     settings, longest = prepared.settings, prepared.longest()[1]
@@ -68,7 +69,7 @@ def sample_held_out(model, prepared, limits, n=1, temperature=1.0, seed=0):
     rows = prepared.task.prompts("test", numbers)
 
     def sample(group_size, temperature):
-        samples, size = [], len(rows) or 1
+        samples, size = [], max(1, LARGEST // group_size)
         if settings.environment:
             size = max(1, settings.sequences_per_rollout // group_size)
         for first in range(0, len(rows), size):

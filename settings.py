@@ -481,12 +481,12 @@ class GRPOSettings(
         super().check()
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
             raise SnugError(
-                f"loss_type=cispo needs epsilon_high above 1, not {self.epsilon_high}; try --epsilon_high=5"
+                f"loss_type=cispo needs epsilon_high of at least 1, not {self.epsilon_high}; try --epsilon_high=5"
             )
         if self.train_batch_size and self.sequences_per_rollout % self.train_batch_size:
             raise SnugError(
                 f"train_batch_size={self.train_batch_size} does not divide the {self.sequences_per_rollout} "
-                f"completions of a rollout, batch_size={self.batch_size} * group_size={self.group_size}"
+                "completions of a rollout, batch_size * group_size"
             )
 
 

@@ -23,18 +23,19 @@ from data.task import NoOptions, Task
 from snug.home import HOME
 from snug.options import KINDS, OWN, SnugError, did_you_mean, fields, find_path, option, type_of
 
-TASKS = {  # the module in this folder -> its class
+TASKS = {  # a short name -> its class in the module of this name here, or module:Class
     "addition": "Addition",
-    "gsm8k": "GSM8K",
+    "gsm8k": "examples.gsm8k:GSM8K",
     "jsonl": "Jsonl",
 }
 
 
 def find_task(name: str, run: str | Path = "") -> type[Task]:
     """A name of TASKS, or "module:Class". run: a run's folder; the module may be above it. Raises SnugError."""
-    if name in TASKS:
-        return getattr(importlib.import_module(f"{__name__}.{name}"), TASKS[name])
-    cls = imported(name, "task", "write module:Class, such as my_tasks:Letters", run=run)
+    place = TASKS.get(name, name)
+    if name in TASKS and ":" not in place:
+        return getattr(importlib.import_module(f"{__name__}.{name}"), place)
+    cls = imported(place, "task", "write module:Class, such as my_tasks:Letters", run=run)
     if not (inspect.isclass(cls) and issubclass(cls, Task)):
         raise SnugError(f"task={name!r} is no task; derive the class from snug.Task")
     return cls

@@ -1,12 +1,10 @@
-"""Find the answer in a completion, and read it as a number.
+"""Read the number at the end of a completion.
 
-Completions are untrusted: their length is limited first, they are searched once, and nothing in them is executed.
+    29 + 21 = 50.   It costs **$1,000.50**   x=-7   are numbers: "50", "1000.5", "-7"
+    84/2   10^3   1,00   4e1                        are none
 
-    #### 42   #### **$1,000.50** a week.   \\boxed{-7\\%}   are numbers: "42", "1000.5", "-7"
-    #### 84/2   #### 18 or 19   #### 1,00   #### 4e1      are none
-
-Words after the number are ignored: 42 thousand is 42. Left out: fractions, exponents, digits other than 0 to 9, decimal
-commas, numbers in words.
+Completions are untrusted: their length is limited first, they are searched once, and nothing in them is executed. Left
+out: fractions, exponents, digits other than 0 to 9, decimal commas, numbers in words.
 
 A minus sign is a hyphen, U+2212, an en dash or another dash, but not the long one, or `minus` or `negative`. Between it
 and its number may be spaces, a currency and marks such as **. It is the number's unless it is an operator or a bullet:
@@ -21,14 +19,13 @@ Tests: tests/test_gsm8k.py.
 import re
 
 MAX_COMPLETION = 200_000  # characters; longer completions have no answer
-MAX_ANSWER = 200  # characters of the line after ####, or inside \boxed{}; of any number
+MAX_ANSWER = 200  # characters of a number
 NEAR = 60  # characters before a number that say whether it has a sign
 RUN = re.compile(r"(?:(?<![A-Za-z.])\.)?[0-9]+(?:[.,][0-9]+)*")
 NUMBER = re.compile(r"([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]+))?")
 DASH = r"\-\u2010-\u2013\u2212\ufe63\uff0d"
 MARKS = r"(?:[*_`$€£¥₹]|\\[$(]|[^\S\n])*"  # what may surround a number
 MINUS = rf"(?:[{DASH}]|(?<![A-Za-z])(?i:minus|negative))"
-BEGIN = re.compile(rf"{MARKS}(?:{MINUS}|\+)?{MARKS}")
 # A minus is an operator, group 1, right behind a number, a letter, a bracket, a sign. Apart from its number it is one
 # also behind spaces and a number or a single letter, not a word; at the start of a line it is a bullet.
 OPERAND = r"(?:[0-9)\]}%°²³$€]|[0-9]\*\*|(?<![A-Za-z'’])[B-HJ-Zb-z])[^\S\n]+|\n[^\S\n]*"
@@ -37,28 +34,6 @@ SIGN = re.compile(
 )
 # What stands before a run that is only the end of a number: 1/2, 10^3, 4e1, 4e-1, \frac{1}{2}
 PART = re.compile(rf"(?:(?:[/^]{{?|}}{{)[{DASH}+]?(?:\\?[$] ?)?|[0-9][A-Za-z]|[0-9][eE][{DASH}+])\Z")
-BOX = re.compile(r"((?:[^{}]|{[^{}]*})*)}")  # the content of \boxed{}: 42 \text{ apples}
-
-
-def number_after_marker(completion: str) -> str | None:
-    """The number after the last #### or in the last \\boxed{}, whichever comes later, as text: "-1000.5"; or None.
-
-    The number comes first there, and only words may follow on its line: a completion with two numbers has no answer.
-    Equal numbers give equal texts: no plus sign, no separators, no superfluous zeros.
-    """
-    if len(completion) > MAX_COMPLETION:
-        return None
-    hashes, box = completion.rfind("####"), completion.rfind("\\boxed{")
-    if hashes > box:
-        text = completion[hashes + 4 :].lstrip().partition("\n")[0].rstrip()
-    else:
-        inside = BOX.match(completion, box + 7) if box >= 0 else None
-        text = inside[1].strip() if inside else ""
-    run = RUN.search(text) if len(text) <= MAX_ANSWER else None
-    if not run or any(character.isnumeric() for character in text[run.end() :]):
-        return None
-    before = text[: run.start()]
-    return spell(before, run[0]) if BEGIN.fullmatch(before) else None
 
 
 def last_number(completion: str):

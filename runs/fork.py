@@ -38,7 +38,7 @@ from snug.options import (
 from snug.options.progress import say
 
 SCRIPT = [HOME / "grpo.py"] if begun_in_the_clone() else ["-m", "snug", "grpo"]
-OF_BOTH = {"max_iters", "seed", "device", "out_dir", *fields(LogOptions)}
+OF_BOTH = {"max_iters", "seed", "device", "kernels", "out_dir", *fields(LogOptions)}
 
 
 @dataclass

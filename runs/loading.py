@@ -163,7 +163,11 @@ def moments(model, optimizer) -> dict[str, torch.Tensor]:
 def load_optimizer(checkpoint, model, optimizer):
     """Load moments and step count into a new optimizer."""
     file, rows = checkpoint.path / "optimizer.safetensors", getattr(model, "rows", {})
-    load_into(file, moments(model, optimizer), rows)
+    tensors = moments(model, optimizer)
+    masters = {name[7:]: each for name, each in tensors.items() if name.startswith("master.")}
+    if masters and not rows:  # a run whose weights were float32 kept none
+        load_into(checkpoint.path / "model.safetensors", masters)
+    load_into(file, tensors, rows)
     optimizer.steps = checkpoint.state["optimizer_steps"]
 
 

@@ -16,6 +16,7 @@ PLACES = {
     "text_of": "data.task",
     "FileTask": "data.rows",
     "FileOptions": "data.rows",
+    "last_number": "data.answers",
     "train": "grpo",
     "train_sft": "train_sft",
 }

@@ -260,6 +260,8 @@ MUTANTS = [
     ("another name of a model is another model", "runs/prepare.py", "was.exists() and was != now", "was.exists()", "test_checkpoint.py"),
     ("options that are gone pass, and the run goes on", "runs/prepare.py", "settings_of(resume, goes_on=True)", "settings_of(resume)", "test_checkpoint.py"),
     ("options that are gone keep a run from evaluations", "runs/checkpoint.py", "if lost and goes_on:", "if lost:", "test_checkpoint.py"),
+    ("older runs' masters are rounded weights", "runs/loading.py", "if masters and not rows:", "if False:", "test_checkpoint.py"),
+    ("trust: the twin's mask is as long as the window", "snug/trust.py", 'min(shape.get("sliding_window", 0), 1000)', 'shape.get("sliding_window", 0)', "test_trust.py"),
     ("old runs lose their tools", "runs/checkpoint.py", "MOVED.get(tool, tool)", "tool", "test_checkpoint.py"),
     ("old runs of countdown lose their task", "runs/checkpoint.py", "MOVED.get(settings[\"task\"], settings[\"task\"])", "settings[\"task\"]", "test_checkpoint.py"),
     ("episodes: another environment's turns go on", "runs/prepare.py", "{*settings.of_task(), *CALLED}", "{*settings.of_task()}", "test_checkpoint.py"),

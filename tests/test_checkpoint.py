@@ -116,7 +116,7 @@ def test_a_signal_ends_the_run_after_the_iteration_and_nothing_is_lost(tmp_path,
             break
     out, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
-    assert f"stopped by {number.name} after iteration " in out and "and saved; --resume=" in out
+    assert f"stopped by {number.name} after iteration " in out and "and saved; SFT goes on with --resume=" in out
     assert 4 <= checkpoint.read_state(checkpoint.newest(sft.out_dir))["iteration"] < 150
     train_sft.main(prepare(dataclasses.replace(sft, resume="auto")))
     assert figures(sft.out_dir) == figures(whole.out_dir)
@@ -189,6 +189,16 @@ def write_settings(folder, *gone, **changed):
     state["settings"] = {name: value for name, value in state["settings"].items() if name not in gone} | changed
     (path / "state.json").write_text(json.dumps(state))
     checkpoint.seal(path)
+
+
+def test_weights_that_become_bfloat16_keep_float32_masters(tmp_path):
+    sft = dataclasses.replace(tiny(tmp_path)[0], max_iters=1, eval_prompts=0, dtype="bfloat16")
+    train_sft.main(prepare(sft))
+    before = safetensors.torch.load_file(checkpoint.newest(sft.out_dir) / "model.safetensors")
+    more = dict(param_dtype="bfloat16", learning_rate=0.0, weight_decay=0.0)
+    train_sft.main(prepare(dataclasses.replace(sft, resume="auto", max_iters=2, **more)))
+    after = safetensors.torch.load_file(checkpoint.newest(sft.out_dir) / "optimizer.safetensors")
+    assert all(after[f"master.{name}"].equal(weight) for name, weight in before.items())
 
 
 def test_a_checkpoint_of_an_older_version_resumes(tmp_path, capsys):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import make_task
-from data.answers import MAX_ANSWER, MAX_COMPLETION, last_number, number_after_marker
+from data.answers import MAX_ANSWER, MAX_COMPLETION, last_number
+from examples.gsm8k import number_after_marker
 from helpers.errors import assert_refused
 from helpers.tasks import rewards, written
 from settings import GRPOSettings

@@ -247,19 +247,11 @@ def test_parquet(tmp_path, monkeypatch):
         ("a.jsonl", '[\n{"prompt": "x"},\n]', "a.jsonl: not JSON .JSONDecodeError: .*: line [23] column"),
         ("a.jsonl", '{"prompt": "x"},\n{"prompt": "y"}', "a.jsonl:1: not JSON .JSONDecodeError: Extra data"),
         ("a.json", "[]", "a.json: has no rows"),
-        (
-            "a.jsonl",
-            b"prompt\n\xff\n",
-            "a.jsonl: cannot be read .UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff",
-        ),
+        ("a.jsonl", b"prompt\n\xff\n", "a.jsonl: cannot be read .UnicodeDecodeError: 'utf-8' codec can't decode"),
         ("a.csv", "a,b", "a.csv:1: not JSON"),
         ("no.jsonl", None, "no.jsonl: cannot be read .FileNotFoundError"),
         ("a.jsonl", "\n  \n", "a.jsonl: has no rows"),
-        (
-            "a.jsonl",
-            '{"prompt": "a", "answer": 1}',
-            "no row is in the test split .different prompts: 1.; name a test_file",
-        ),
+        ("a.jsonl", '{"prompt": "a", "answer": 1}', "no row is in the test split .different prompts: 1.; name a"),
         ("a.jsonl", '{"prompt": "a", "stopped": 1}', "a.jsonl:1: column stopped has the name of an argument"),
     ],
 )

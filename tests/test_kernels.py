@@ -260,21 +260,11 @@ def test_compiled_draws_do_not_spill(capability, width, n_vocab, dtype, tmp_path
 @pytest.mark.parametrize("dtype", MAIN_DTYPE)
 @pytest.mark.parametrize(
     "H, G, D, group_size, turning, window",
-    [
-        long(12, 12, 64, 16, 0, 0),
-        (12, 2, 128, 16, 128, 0),
-        long(12, 2, 128, 1, 128, 0),
-        (8, 1, 64, 4, 0, 0),
-        long(32, 8, 128, 8, 128, 0),
-        long(14, 2, 64, 8, 64, 0),
-        (4, 1, 256, 16, 256, 512),
-        long(4, 1, 256, 16, 256, 0),
-        long(8, 4, 256, 8, 256, 1024),
-        long(24, 8, 128, 16, 96, 0),
-        long(32, 32, 96, 8, 96, 2047),
-        long(32, 8, 128, 16, 128, 4096),
-    ],
-)
+    [long(12, 12, 64, 16, 0, 0), (12, 2, 128, 16, 128, 0), long(12, 2, 128, 1, 128, 0), (8, 1, 64, 4, 0, 0),
+     long(32, 8, 128, 8, 128, 0), long(14, 2, 64, 8, 64, 0), (4, 1, 256, 16, 256, 512), long(4, 1, 256, 16, 256, 0),
+     long(8, 4, 256, 8, 256, 1024), long(24, 8, 128, 16, 96, 0), long(32, 32, 96, 8, 96, 2047),
+     long(32, 8, 128, 16, 128, 4096)],
+)  # fmt: skip
 def test_compiled_attention_stays_in_registers(capability, H, G, D, group_size, turning, window, dtype, tmp_path):
     """GPT-2, Qwen2.5-1.5B, one key head, Llama 3.1 8B, Qwen2.5-0.5B; Gemma 3 1B and 4B, Phi-4-mini, Phi-3-mini, Mistral.
     q and k are float32, as autocast's norms leave them beside values in bfloat16.

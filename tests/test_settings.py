@@ -312,8 +312,8 @@ def test_a_config_is_never_executed(tmp_path, monkeypatch, line):
 
 REFUSED = {
     "--train_batch_size=100": "does not divide the 1024 completions of a rollout",
-    "--loss_type=cispo": "loss_type=cispo needs epsilon_high above 1, not None; try --epsilon_high=5",
-    "--loss_type=cispo --epsilon_high=0.5": "loss_type=cispo needs epsilon_high above 1, not 0.5",
+    "--loss_type=cispo": "loss_type=cispo needs epsilon_high of at least 1, not None; try --epsilon_high=5",
+    "--loss_type=cispo --epsilon_high=0.5": "loss_type=cispo needs epsilon_high of at least 1, not 0.5",
     "--loss_type=luspo": "loss_type=luspo does not support importance_sampling_level=token; use --importance_sampling_level",
     "--multi_objective_aggregation=normalize_then_sum --scale_rewards=none": "_sum does not support scale_rewards=none; use",
     "--dtype=float32 --param_dtype=bfloat16": "dtype=float32 does not support param_dtype=bfloat16; use --param_dtype=float32",

@@ -60,7 +60,7 @@ def test_a_signal_saves_once_and_ends_all(number, kind, tmp_path):
     assert any(line == "waits\n" for line in child.stderr)
     child.send_signal(number)
     out, _ = child.communicate(timeout=600)
-    assert out.count(f"stopped by {number.name} after iteration 2, and saved; --resume=") == 1
+    assert out.count(f"stopped by {number.name} after iteration 2, and saved; GRPO goes on with --resume=") == 1
     assert newest(tmp_path / "run").name == "checkpoint-000003" and child.returncode != 0
 
 

@@ -128,7 +128,7 @@ def run(gpu):
     run = SimpleNamespace(wrong={}, tried=[], said=[], patch=gpu)
 
     def cases(settings, config):
-        assert config.n_layer == 2 and config.head_size == 16
+        assert config.n_layer == 2 and config.head_size == 16 and max(config.windows) <= 1000
         for name in ("rows", "decode", "draw"):
             run.tried.append(name)
             wrong = run.wrong.get(name, lambda x: x)
@@ -158,6 +158,8 @@ def test_a_wrong_kernel_is_replaced_and_one_line_says_so(share, run):
     # It may be mended: gcc is installed, for instance.
     run.wrong = {}
     assert choose(run) is None and run.tried and uses_triton(x, "decode") and run.said == []
+    long = SHAPE | dict(sliding_window=2**18)  # Phi's, with 4,096 tokens
+    assert trust.choose_kernels(SETTINGS, long, "cuda", run.said.append) is None
 
 
 @elsewhere
@@ -169,7 +171,7 @@ def test_reasons_are_said_once_graphs_only_where_they_go_and_ranks_do_the_same(r
     choose(run, two)
     assert OFF.keys() == {"rows", "draw", "decode"} and "and no CUDA graphs" in run.said[0] and "L4" in run.said[0]
     run.patch.setattr(torch.cuda, "synchronize", raises)
-    with pytest.raises(SnugError, match="^rows: .*start again with --kernels=torch or --device=cpu [^\n]*$"):
+    with pytest.raises(SnugError, match="^rows: .*start again with --device=cpu, a run also [^\n]*$"):
         choose(run)
 
 

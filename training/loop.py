@@ -203,7 +203,7 @@ def iterations(iterate, training):
                 saver.save(iteration + 1, training.progress(), last=True)
                 log.say(
                     f"stopped by {stopped_by} after iteration {iteration}, and saved; "
-                    f"--resume={training.settings.out_dir} goes on"
+                    f"{log.title} goes on with --resume={training.settings.out_dir}"
                 )
                 return False
     return True
