@@ -61,8 +61,8 @@ AT_ONCE = 64  # completions that are decoded, if a batch of the run had not more
 def sample_held_out(model, prepared, limits, n=1, temperature=1.0, seed=0):
     """This process's held-out prompts -> (greedy samples, n samples of each prompt at this temperature, if not 0).
 
-    Up to LARGEST are sampled in one call, so that only its end has idle slots. An environment has one completion at a time, and
-    stays: then about as many are sampled together as in training.
+    Up to LARGEST are sampled in one call, so that only its end has idle slots. An environment has one completion at a
+    time, and stays: then about as many are sampled together as in training.
     """
     settings, longest = prepared.settings, prepared.longest()[1]
     numbers = range(settings.eval_prompts)[limits.processes.part(settings.eval_prompts)]

@@ -1,10 +1,10 @@
 """Each Triton kernel beside its plain twin on a small case, before a run trusts it: on a GPU that nobody has tried, a
 kernel may not compile, write nothing or be wrong. Then plain torch runs in its place.
 
-A case has the run's types, head size, groups, windows and adapters. Its numbers fit bfloat16, and the twin computes from
-the same ones in float64, for which no kernel is used. A case takes some small operations; what takes longer is that
-Triton compiles, which the run would do anyway. If all were right, an empty file in Triton's cache spares the next start
-the trial. What was not is tried again: something may have been installed.
+A case has the run's types, head size, groups, windows and adapters. Its numbers fit bfloat16, and the twin computes
+from the same numbers in float64, for which no kernel is used. A case takes some small operations. Most of the time goes
+to Triton's compiler, which the run needs anyway. If all kernels were right, an empty file in Triton's cache spares the
+next start the trial. A wrong kernel is tried again at each start: something may have been installed.
 
 Left out: speed, other lengths. Test: pytest tests/test_trust.py
 """
@@ -141,7 +141,7 @@ def try_kernels(settings, shape):
 
 
 def choose_kernels(settings, shape, kind, say, processes=ONE_PROCESS):
-    """From now on OFF has the kernels that plain torch replaces, in all processes, and why. If there are any, `say` gets
+    """From now on OFF has the kernels that plain torch replaces, in all processes, and why. With any, `say` gets
     a line -> this line, for the log and settings.json, or None. SnugError if a kernel broke CUDA.
 
     shape: GPTConfig's keywords. kind: "cuda" or another kind of device.

@@ -360,7 +360,7 @@ MUTANTS = [
     ("kernels: one that is wrong runs", "snug/kernels/__init__.py", '& {"all", kernel}', '& {"all"}', "test_trust.py"),
     ("trust: NaN is near", "snug/trust.py", "if not error <= TOLERANCE", "if error > TOLERANCE", "test_trust.py"),
     ("trust: a hundredth is near", "snug/trust.py", "TOLERANCE = 2**-7", "TOLERANCE = 2**-4", "test_trust.py"),
-    ("trust: what was wrong is not tried again", "snug/trust.py", "    if not OFF:\n        right", "    if True:\n        right", "test_trust.py"),
+    ("trust: what was wrong is not tried again", "snug/trust.py", "    if not OFF:\n        with", "    if True:\n        with", "test_trust.py"),
     ("trust: other sources", "snug/trust.py", "{settings.group_size} {sources}", "{settings.group_size}", "test_trust.py"),
     ("trust: gradients are not tried", "snug/trust.py", " if y.grad_fn else [y]", " if False else [y]", "test_trust.py"),
     ("trust: the log does not say it", "training/loop.py", "                log.to_file(warning)\n", "                pass\n", "test_trust.py"),

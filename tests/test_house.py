@@ -135,11 +135,11 @@ def test_the_house_keeps_to_its_size():
     beside = sum(len(path.read_text()) for path in pages)
     tests = sum(map(lines_of, (HOME / "tests").rglob("*.py")))
     limits = {  # what, how much, at most
-        ("tokens", count, 100_700),
+        ("tokens", count, 100_900),
         ("tokens a line", count / code_lines, 9.5),
-        ("characters", characters, 368_000),
-        ("characters, with TOML and the page", characters + beside, 413_300),
-        ("tokens of bench/", tokens((HOME / "bench").glob("*.py"))[0], 20_000),
+        ("characters", characters, 367_200),
+        ("characters, with TOML and the page", characters + beside, 415_200),
+        ("tokens of bench/", tokens((HOME / "bench").glob("*.py"))[0], 18_900),
         ("lines of tests/", tests, 21_500),
         ("files at the top", len([path for path in our_files() if path.parent == HOME]), 9),
         ("lines of the algorithm in an evening", sum(map(lines_of, (HOME / name for name in STUDENT))), 1500),

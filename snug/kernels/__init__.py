@@ -43,7 +43,7 @@ OFF = {}  # kernels that plain torch replaces, or "all": why (snug/trust.py)
 
 
 def uses_triton(tensor, kernel):
-    """Kernels run on CUDA, on a planner's fake CUDA tensors, and in Triton's interpreter; not in float64, nor if OFF."""
+    """Kernels run on CUDA, on a planner's fake CUDA tensors and in Triton's interpreter; not in float64, nor if OFF."""
     if triton is None or OFF.keys() & {"all", kernel} or tensor.dtype == torch.float64:
         return False
     return triton.knobs.runtime.interpret or kind_of(tensor) == "cuda"
