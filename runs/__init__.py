@@ -4,13 +4,14 @@ Importing it sets what Ctrl-C does in a command, and environment variables that 
 """
 
 import os
-from importlib.metadata import version
 
 import runs.ctrl_c  # noqa: F401
 
 
 def set_environment():
     """What torch and oneDNN read when they are imported, unless the user has set it."""
+    from importlib.metadata import version  # after Ctrl-C is set
+
     # On AMD each 20 MiB of expandable segments takes a file descriptor: github.com/ROCm/rocm-systems/issues/10604
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "rocm" not in version("torch"):  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

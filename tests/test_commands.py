@@ -128,7 +128,7 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, words, end):
         (tmp_path / name).symlink_to(HOME / name)
     monkeypatch.chdir(tmp_path)
     # A project in which nobody has made a run, a model or data yet.
-    monkeypatch.setattr("snug.options.__file__", str(tmp_path / "snug/options/__init__.py"))
+    monkeypatch.setattr("snug.options.HOME", tmp_path)
     assert end in refused(prepare, *read_settings(GRPOSettings, words.split())[:2])
 
 

@@ -176,7 +176,7 @@ def test_a_callback_ends_the_run_and_changes_nothing(tmp_path, capsys):
     whole = grpo.train(out_dir=str(tmp_path / "whole"), **options)
     run = grpo.train(out_dir=str(tmp_path / "run"), on_iteration=stop, **options)
     ended = "stopped by on_iteration=test_notebook:stop after iteration 1, and saved; "
-    ended += f"--resume={tmp_path}/run goes on\n"
+    ended += f"GRPO goes on with --resume={tmp_path}/run\n"
     assert capsys.readouterr().out.count(ended) == 1 and not run.finished and seen == run.log
     assert len(seen) == 2 and "eval_reward_mean" in seen[1]
     run = grpo.train(resume=run.folder, reward_funcs=[noisy], on_iteration=stop)

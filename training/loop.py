@@ -93,7 +93,7 @@ def train(prepared, title, iterate, device, processes, warning):
         if resume is None and not quiet and is_used:
             moved = move_aside(folder)
         make_log = NoLog if quiet else RunLog
-        facts = dict(device=device.type, kernels_warning=warning)
+        facts = dict(device=device.type) | (dict(kernels_warning=warning) if warning else {})
         with make_log(settings, title, start, parameters=size_of(model), **facts) as log:
             if warning:
                 log.to_file(warning)
