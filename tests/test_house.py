@@ -18,6 +18,7 @@ from helpers import HOME
 from helpers.files import our_files, source_files
 
 ROWS = re.findall(r"^\| `([\w/]+?)(?:/|\.py)` \|", (HOME / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+TEXTS = [HOME / "README.md", *HOME.glob("docs/*.md")]
 FLOORS = [row.replace("/", ".") for row in ROWS]
 FSTRING_START, FSTRING_END = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
 NO_CODE = {NEWLINE, INDENT, DEDENT, ENCODING, ENDMARKER}
@@ -142,6 +143,8 @@ def test_the_house_keeps_to_its_size():
         ("tokens of bench/", tokens((HOME / "bench").glob("*.py"))[0], 18_900),
         ("lines of tests/", tests, 21_500),
         ("files at the top", len([path for path in our_files() if path.parent == HOME]), 9),
+        ("lines of README", lines_of(HOME / "README.md"), 200),
+        ("words of README and docs/", sum(len(path.read_text().split()) for path in TEXTS), 27_000),
         ("lines of the algorithm in an evening", sum(map(lines_of, (HOME / name for name in STUDENT))), 1500),
         *((f"lines of {path.name}", lines_of(path), FILE_LINES.get(path.name, 450)) for path in everything),
     }
