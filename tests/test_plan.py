@@ -335,7 +335,7 @@ def test_the_allocator_is_set_before_torch_is_imported_unless_the_user_has_set_i
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     with monkeypatch.context() as patch:
-        patch.setattr("runs.version", lambda name: "2.11.0+rocm7.2")
+        patch.setattr("importlib.metadata.version", lambda name: "2.11.0+rocm7.2")
         runs.set_environment()
         assert "PYTORCH_ALLOC_CONF" not in os.environ
     monkeypatch.setenv(name, "garbage_collection_threshold:0.8")
