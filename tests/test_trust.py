@@ -124,7 +124,7 @@ def test_this_gpu_has_no_wrong_kernel(dtype, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(gpu):
-    """Three kernels, of which those in `run.wrong` are: {name: what its function does to a result}."""
+    """A GPU with three kernels. `run.wrong` names the wrong ones: {name: what the kernel does to a right result}."""
     run = SimpleNamespace(wrong={}, tried=[], said=[], patch=gpu)
 
     def cases(settings, config):
