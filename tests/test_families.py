@@ -1,4 +1,4 @@
-"""Families of models, beside transformers' own classes with random weights, and each property of a GPTConfig alone."""
+"""Families of models, beside transformers' own classes with random weights."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ import grpo
 from batch import Cut
 from helpers.errors import assert_refused
 from helpers.families import CASES, FAMILIES, NONE, SMALL, change_config, their_model, transformers
-from helpers.models import add_adapters, logits_of, make_flat_model
+from helpers.models import add_adapters, logits_of
 from helpers.rollouts import assert_naive, assert_same_gradient, gradient, make_rollouts, never_stop
 from model import GPT
 from padded import a_few, padded
@@ -25,7 +25,7 @@ from runs.prepare import prepare
 from sample import sample_groups
 from settings import GRPOSettings
 from snug import lora
-from snug.kernels.rotary import rotary_frequencies, rotary_table
+from snug.kernels.rotary import rotary_frequencies
 from snug.memory.plan import MIB, plan
 from snug.pretrained.adapters import find_base, save_adapters
 from snug.pretrained.shapes import config_of, read_shape
@@ -290,113 +290,6 @@ def test_deepseeks_yarn(tmp_path):
     save_pretrained(GPT.from_pretrained(tmp_path / "in"), tmp_path / "out")
     again = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert again.rope_parameters["attention_factor"] == pytest.approx(1)
-
-
-ONE = dict(zero_centered_norm=True, post_norm=True, pre_norm=False, norm="rmsnorm", norm_eps=0.1, qk_norm=True)
-ONE |= dict(bias=True, qkv_bias=True, proj_bias=True, tie_embeddings=False, embedding_scale=3.0, mlp="geglu")
-ONE |= dict(n_kv_head=2, head_size=12, n_hidden=40, query_scale=0.5, sliding_window=5, nope_every=2)
-ONE |= dict(rotary_fraction=0.5, rope_theta=100.0, rope_factor=4.0)
-ALONE = [{name: value} for name, value in ONE.items()] + [
-    dict(mlp="swiglu"), dict(post_norm=True, pre_norm=False), dict(qk_norm=True, qk_norm_joint=True),
-    dict(sliding_window=5, full_every=2), dict(sliding_window=5, full_every=2, rope_sliding_theta=100.0),
-    dict(rope_type="llama3", rope_factor=4.0, rope_original_block_size=8, rope_low_freq_factor=0.5),
-    dict(rope_type="yarn", rope_factor=4.0, rope_original_block_size=8, rope_attention_factor=1.2),
-    dict(rope_type="yarn", rope_factor=4.0, rope_original_block_size=16, rope_high_freq_factor=8.0),
-    dict(rope_type="longrope", rope_short_factor=(1.0, 1.5, 2.5, 4.0), rope_long_factor=(1.0,) * 4),
-]  # fmt: skip
-
-
-def plain_norm(norm, x, c):
-    if c.norm == "layernorm":
-        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, c.norm_eps)
-    return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * (norm.weight + int(c.zero_centered_norm))
-
-
-def plain_turn(x, cos, sin):
-    """x (T, heads, D): pairs of the first numbers as complex ones; cos, sin (T, rotary size)."""
-    half = cos.shape[1] // 2
-    pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None, :half]
-    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
-
-
-def plain_attention(attention, x, c, layer):
-    T, D, group = len(x), c.head_size, c.n_head // c.n_kv_head
-    qkv = F.linear(x, attention.qkv.weight, attention.qkv.bias).split([c.n_head * D, *[c.n_kv_head * D] * 2], 1)
-    q, k, v = qkv
-    if c.qk_norm:
-        size = -1 if c.qk_norm_joint else D
-        norms = zip((attention.q_norm, attention.k_norm), (q, k), strict=True)
-        q, k = (plain_norm(norm, y.view(T, *([size] if size < 0 else [-1, D])), c) for norm, y in norms)
-    q, k, v = (y.reshape(T, -1, D) for y in (q, k, v))
-    if c.position == "rotary" and (not c.nope_every or (layer + 1) % c.nope_every):
-        table = [angles.double() for angles in rotary_table(c, T, "cpu", c.rope(layer))]
-        q, k = (plain_turn(y, *table) for y in (q, k))
-    back = torch.arange(T)[:, None] - torch.arange(T)
-    seen = back >= 0
-    if c.sliding_window and not (c.full_every and (layer + 1) % c.full_every == 0):
-        seen &= back < c.sliding_window
-    scores = torch.einsum("thd,shd->hts", q * c.query_scale, k.repeat_interleave(group, 1)) / D**0.5
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    y = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1)).reshape(T, -1)
-    return F.linear(y, attention.proj.weight, attention.proj.bias)
-
-
-def plain_mlp(mlp, x, c):
-    y = F.linear(x, mlp.up.weight, mlp.up.bias)
-    if c.mlp == "gelu":
-        y = F.gelu(y, approximate="tanh")
-    else:
-        gate, y = y.chunk(2, 1)
-        y = y * (F.silu(gate) if c.mlp == "swiglu" else F.gelu(gate, approximate="tanh"))
-    return F.linear(y, mlp.down.weight, mlp.down.bias)
-
-
-def plain_forward(model, tokens):
-    """tokens (T,) -> hidden (T, C): what snug/shape.py says, dense, nothing in place."""
-    c = model.config
-    x = model.embedding.weight[tokens] * c.embedding_scale
-    if c.position == "learned":
-        x = x + model.position.weight[: len(tokens)]
-    for layer, block in enumerate(model.blocks):
-        y = plain_attention(block.attention, plain_norm(block.norm_1, x, c) if c.pre_norm else x, c, layer)
-        x = x + (plain_norm(block.post_norm_1, y, c) if c.post_norm else y)
-        y = plain_mlp(block.mlp, plain_norm(block.norm_2, x, c) if c.pre_norm else x, c)
-        x = x + (plain_norm(block.post_norm_2, y, c) if c.post_norm else y)
-    return plain_norm(model.norm, x, c)
-
-
-@pytest.mark.parametrize("changes", ALONE, ids=lambda changes: " ".join(changes))
-@pytest.mark.parametrize("position", ["learned", "rotary"])
-def test_a_property_alone_trains(position, changes):
-    """With each kind of positions: states and every weight's gradient are the plain ones, packed rows are padded ones, the
-    sampler is the naive one."""
-    if "zero_centered_norm" in changes or "qk_norm_joint" in changes:
-        changes = dict(changes, norm="rmsnorm")
-    model = make_flat_model("gpt2", **dict(dtype=torch.float64, bias=False, position=position, block_size=48) | changes)
-    tokens = torch.randint(16, (20,), generator=torch.Generator().manual_seed(2))
-    drawn = torch.randn(20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    states = [model(tokens[None])[0], plain_forward(model, tokens)]
-    torch.testing.assert_close(*states, atol=1e-10, rtol=1e-10)
-    grads = []
-    for state in states:
-        model.zero_grad(set_to_none=True)
-        (state * drawn).sum().backward()
-        grads.append({name: p.grad for name, p in model.named_parameters() if name != "head.weight"})
-    for name, plain in grads[1].items():
-        assert plain.any(), name
-        torch.testing.assert_close(grads[0][name], plain, atol=1e-10, rtol=1e-10, msg=name)
-    rollouts, options = make_rollouts(), GRPOSettings(max_new_tokens=12, beta=0.1)
-    with padded(poison=7):
-        oracle = gradient(model, rollouts, a_few(Cut(rollouts), 4), options)
-    assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, 14, 3), options), oracle)
-    assert_naive(sample_groups(model, [[1, 2, 3]], 1, 30, seed=4), model, [[1, 2, 3]], 30, seed=4)
-
-
-def test_each_property_has_been_alone():
-    """What is not here: the vocabulary and the sizes that all tests have."""
-    sizes = {"vocab_size", "n_vocab", "block_size", "n_layer", "n_head", "n_embd", "position"}
-    tried = {name for changes in ALONE for name in changes}
-    assert {field.name for field in dataclasses.fields(GPTConfig)} == tried | sizes
 
 
 def trained_adapters(folder, targets):

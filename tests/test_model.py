@@ -1,4 +1,4 @@
-"""The promises of the model's parts. test_families.py compares it with plain attention and with transformers."""
+"""The promises of the model's parts. test_families.py compares it with transformers."""
 
 import gc
 
@@ -75,18 +75,6 @@ def test_embedding_adds_to_its_gradient(tokens, dtype):
         before = live.current
         Embed.apply(torch.arange(10, device=DEVICE), wide).sum().backward()
         assert live.peak - before < 0.1 * wide.nbytes
-
-
-def test_mask_is_what_attention_sees():
-    """Two sequences in one row, kept apart by a mask and their positions, are as two rows."""
-    model = make_model("llama", dtype=torch.float64)
-    tokens = torch.randint(67, (1, 10), device=DEVICE)
-    segment = torch.tensor([0] * 4 + [1] * 6, device=DEVICE)
-    mask = torch.tril(segment[:, None] == segment)[None, None]
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]], device=DEVICE)
-    packed = model(tokens, positions, mask=mask)
-    torch.testing.assert_close(packed[:, :4], model(tokens[:, :4]))
-    torch.testing.assert_close(packed[:, 4:], model(tokens[:, 4:]))
 
 
 def test_config_is_checked_and_filled_in():
