@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from batch import Cut, Sequences, make_micro_batch
 from helpers.kernels import Ops
-from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.models import DEVICE, make_flat_model
 from helpers.rollouts import as_on_cuda, assert_same_gradient, gradient, some_rollouts
 from settings import GRPOSettings
-from snug.device.kinds import padded
 from snug.device.processes import OneProcess
 from training import frozen
 
@@ -120,23 +119,7 @@ def test_every_token_once_and_within_budget(groups, max_tokens, two_steps, multi
         assert sorted(seen) == sorted(token for i in cut.step_indices[step] for token in completions[i])
 
 
-def test_only_completion_rows_reach_the_head():
-    model = make_model()
-    batch = Sequences.from_lists([[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [5], [7, 8, 9]], DEVICE)
-    micro = make_micro_batch(batch, [0, 1, 2], Cut(batch, group_size=2))
-    hidden = model(micro.tokens, micro.positions, mask=micro.mask)
-    rows = micro.completion_hidden(model)
-    torch.testing.assert_close(rows, hidden[0, [2, 3, 2, 4, 5, 6]], rtol=0, atol=0)
-
-
 # On CUDA: few shapes, and no waits.
-
-
-def test_rows_are_rounded_on_cuda_only():
-    tokens = torch.zeros(1, 1)
-    assert padded(65, tokens) == 65
-    with as_on_cuda(64):
-        assert [padded(n, tokens) for n in (1, 64, 65, 128)] == [64, 64, 128, 128]
 
 
 def both_loops(model, rollouts, cut, **settings):

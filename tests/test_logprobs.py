@@ -277,12 +277,3 @@ def test_extra_bytes(function, M, frozen, options, extra):
         before = live.current
         function(hidden, weight, targets, chunk_mb=chunk_mb, **options)
         assert chunk / 2 < live.peak - before <= bound + extra
-
-
-@plain_only
-def test_rows_per_chunk():
-    assert rows_per_chunk(50257, 4) == 73
-    assert rows_per_chunk(257, 4) * 257 * 4 <= 14 * MIB
-    assert rows_per_chunk(50257, 4, 0.001) == 1  # never none
-    assert rows_per_chunk(128256, 2, 1024) >= 4096
-    assert rows_per_chunk(151936, 2, 0, "cuda") == 876

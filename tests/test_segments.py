@@ -5,12 +5,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.kernels import attend_dense
 from snug.kernels import segments as module
-from snug.kernels.segments import Batch, Segments, attend
+from snug.kernels.segments import Segments, attend
 
 EXAMPLE = [(2, [2, 1]), (1, [1])]  # the docstring's: (a b | x y | z) and (c | u)
 GROUPS = {
@@ -40,20 +40,6 @@ def words(groups):
 
 
 # Who sees what
-
-
-def test_the_docstrings_example():
-    segments = Segments(EXAMPLE)
-    assert segments.start.tolist() == [0, 0, 2, 2, 4, 5, 5]
-    assert segments.groups == [(0, 2, 5), (5, 7, 7)]
-    assert segments.begins.tolist() == [0, 2, 4, 5] and segments.lengths.tolist() == [2, 2, 1, 2]
-    assert segments.longest == 4
-    with patch.object(module, "TILE", 2):
-        tiles = segments.tiles().tolist()
-    assert tiles == [[0, 2, 0, 0, 5], [5, 7, 0, 0, 7], [2, 4, 0, 2, 4], [4, 5, 0, 2, 5]]
-    assert segments.tiles().tolist() == [[0, 2, 0, 0, 5], [5, 7, 0, 0, 7], [2, 5, 0, 2, 5]]
-    start, tiles = segments.tables
-    assert start.tolist() == segments.start.tolist() and tiles.tolist() == segments.tiles().tolist()
 
 
 @given(some_groups)
@@ -95,32 +81,6 @@ def test_a_window_is_what_the_words_say(groups, window):
 
 
 # Batches of segments
-
-
-@pytest.mark.parametrize(
-    "begins, lengths",
-    [([0, 5, 9], [5, 4, 5]), ([3, 0, 8], [3, 3, 3]), ([4], [6]), ([2, 0], [1, 1]), ([2, 6, 10], [4, 4, 4])],
-)
-def test_a_batch_takes_segments_and_puts_them_back(begins, lengths):
-    """Padding repeats a segment's last token; nothing of it is put back, nor anything beside the segments."""
-    batch, T, longest = Batch(np.array(begins), np.array(lengths)), 16, max(lengths)
-    for x in (torch.randn(1, 2, T, 3), torch.randn(1, T, 2, 3).transpose(1, 2), torch.randn(1, 2, T)):
-        taken = batch.take(x)
-        assert taken.shape == (len(begins), 2, longest, *x.shape[3:])
-        for n, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-            assert torch.equal(taken[n, :, :length], x[0, :, begin : begin + length])
-            last = x[0, :, begin + length - 1 : begin + length]
-            assert torch.equal(taken[n, :, length:], last.expand_as(taken[n, :, length:]))
-        padding = torch.arange(longest) >= torch.tensor(lengths)[:, None]  # (n, L)
-        taken = taken.clone()
-        taken.transpose(1, 2)[padding] = torch.nan
-        into = torch.full_like(x, -1)
-        batch.put(taken, into)
-        inside = torch.zeros(T, dtype=torch.bool)
-        for begin, length in zip(begins, lengths, strict=True):
-            inside[begin : begin + length] = True
-        assert torch.equal(into[:, :, inside], x[:, :, inside]) and (into[:, :, ~inside] == -1).all()
-        assert batch.padding.tolist() == padding.flatten().nonzero()[:, 0].tolist()
 
 
 @given(some_groups, st.sampled_from([0, 3, 256]), st.sampled_from([0.5, 0.75, 1.0]))
@@ -198,12 +158,6 @@ def test_attention_is_exact_where_one_part_has_nearly_all():
             torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
 
 
-@settings(deadline=None)
-@given(some_groups, st.integers(0, 20), st.integers(0, 99))
-def test_attention_of_any_groups(groups, window, seed):
-    assert_attention(groups, torch.float64, 1e-12, 1e-12, window, seed=seed)
-
-
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_a_window_without_segments_is_a_band(window):
     """Causal, and with a mask for each sequence."""
@@ -233,16 +187,3 @@ def test_a_token_that_sees_nothing_of_its_prompt_is_as_without_it():
     dy[:, :, :6] = 0
     *_, dk, dv = with_gradients(attend, (q, k, v), dy, Segments(groups), 4)
     assert not dk[:, :, :3].any() and not dv[:, :, :3].any() and dv[:, :, 3:6].all()
-
-
-def test_what_is_kept_is_not_computed_again():
-    """As a checkpointed block runs: forward, and again before backward."""
-    groups = GROUPS["similar lengths"]
-    *given, dy = inputs(groups, torch.float64)
-    expected = with_gradients(attend_dense, given, dy, Segments(groups))
-    segments = Segments(groups).keeping()
-    with torch.no_grad():
-        attend(*given, segments)
-    with patch.object(module, "forward_torch", lambda *_: pytest.fail("it attends again")):
-        for value, exact in zip(with_gradients(attend, given, dy, segments), expected, strict=True):
-            torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)
