@@ -77,24 +77,6 @@ def test_off_is_the_model_that_was_there_bit_for_bit(shape, dtype, tokens):
     assert all(not m.lora_A.grad.any() and m.lora_B.grad.any() for m in lora.adapted(fresh))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_merged_is_the_same_function(shape, tokens):
-    model = with_adapters(shape)
-    expected = logits_of(model, tokens).detach()
-    lora.merge(model)
-    torch.testing.assert_close(logits_of(model, tokens), expected, atol=1e-5, rtol=1e-5)
-    assert not lora.adapted(model) and all(p.requires_grad for p in model.parameters())
-    assert dict(model.named_parameters()).keys() == dict(make_model(shape).named_parameters()).keys()
-
-
-def test_only_the_named_matrices_are_adapted():
-    model = with_adapters("llama", targets=["qkv", "down"])
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == adapters_of("attention.qkv", "mlp.down")
-    half = with_adapters("gpt2", dtype=torch.bfloat16)
-    assert {p.dtype for p in half.parameters() if p.requires_grad} == {torch.float32}
-
-
 def adapters_of(*matrices):
     return {f"blocks.{i}.{matrix}.lora_{letter}" for i in range(2) for matrix in matrices for letter in "AB"}
 

@@ -1,14 +1,11 @@
 """Schedules by example; AdamW, clipping and decay against arithmetic."""
 
-import gc
-
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from helpers.models import DEVICE, make_model, tensor_bytes
 from settings import SFTSettings
-from snug.device.host import HOST
 from snug.device.kinds import PlanningMode
 from snug.memory.ledger import LiveBytes
 from snug.memory.plan import PlanMeter, Recorder
@@ -66,25 +63,6 @@ def train(model, settings, steps, micro_batches=2):
             sum((p * slope).sum() for p, slope in zip(model.parameters(), slopes, strict=True)).backward()
         optimizer_step(model, optimizer, 1e-2, 1.0)
     return optimizer
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("slab", [100, 2**21])
-def test_state_on_the_host_changes_nothing(name, slab, monkeypatch):
-    """Steps with clipping and decay, slab by slab, against PyTorch's fused AdamW; the state counts as the host's."""
-    monkeypatch.setattr(optimizer_module, "SLAB", slab)
-    expected, model = make_model("llama", n_layer=1), make_model("llama", n_layer=1)
-    train(expected, SFTSettings(weight_decay=0.1), 12)
-    gc.collect()
-    before = HOST.current
-    optimizer = train(model, SFTSettings(weight_decay=0.1, **OPTIONS[name]), 12)
-    size = tensor_bytes(model.parameters())
-    per_weight = {"on the host": 2, "gradients on the host": 1, "both on the host": 3}  # moments, gradient
-    assert HOST.current - before == size * per_weight[name]
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
-        assert p.grad is None
-    assert optimizer.gradients() == {}
 
 
 def test_gradients_leave_the_device_as_soon_as_they_are_made():
