@@ -23,19 +23,21 @@ def profiled_peak(function):
 
 
 LLAMA = dict(norm="rmsnorm", position="rotary", mlp="swiglu", n_kv_head=2, tie_embeddings=False)
+WIDE = LLAMA | dict(n_embd=192, n_layer=4)
 COMMON = dict(digits=4, device="cpu", eval_prompts=16, eval_interval=2, save_interval=0, max_iters=2)
 COMMON |= dict(dtype="float32", n_layer=3, n_embd=96, block_size=64)
 GRPO = dict(batch_size=6, group_size=4, max_new_tokens=24)
 
 
 def prepared_run(tmp_path, **changes):
+    """-> (Prepared, settings), with a warm start if there is a reference, and with a wider teacher if it has one."""
     settings = GRPOSettings(**COMMON | GRPO | changes | dict(out_dir=str(tmp_path / "run")))
-    if settings.beta:
-        shape = {name: value for name, value in changes.items() if name in ("vocab_size", *LLAMA)}
-        short = dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / "sft"))
-        sft = SFTSettings(**COMMON | shape | short)
-        train_sft.main(prepare(sft))
-        settings.init_from = sft.out_dir
+    shape = {name: value for name, value in changes.items() if name in ("vocab_size", *LLAMA)}
+    for name, wanted, wider in (("init_from", settings.beta, {}), ("teacher", settings.teacher, WIDE)):
+        if wanted:
+            short = dict(max_iters=1, eval_prompts=0, batch_size=2, out_dir=str(tmp_path / name))
+            train_sft.main(prepare(SFTSettings(**COMMON | shape | wider | short)))
+            setattr(settings, name, short["out_dir"])
     prepared = prepare(settings)
     prepared.reward_funcs = [one_group_differs if settings.max_num_gen_batches > 1 else differ]
     return prepared, prepared.settings
