@@ -389,17 +389,3 @@ def test_what_cannot_start_or_confine_is_an_error(monkeypatch):
 
 
 # The filter
-
-
-@LINUX
-def test_the_filter_knows_two_machines(monkeypatch):
-    for machine, (read, openat) in {"x86_64": (0, 257), "aarch64": (63, 56)}.items():
-        monkeypatch.setattr(linux.platform, "machine", lambda machine=machine: machine)
-        lines = linux.program()
-        compared = [operand for instruction, _, _, operand in lines if instruction == linux.EQUAL]
-        assert compared[0] == linux.MACHINES[machine] and read in compared and openat in compared
-        assert len(set(compared)) == len(compared) and len(lines) < 4096
-        assert lines[-1] == linux.REFUSE
-    monkeypatch.setattr(linux.platform, "machine", lambda: "riscv64")
-    with pytest.raises(KeyError):
-        linux.program()
