@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import train_sft
-from helpers.models import DEVICE
 from helpers.runs import ONE_DIGIT
 from runs.prepare import prepare
 from settings import SFTSettings
@@ -40,11 +39,6 @@ def no_thread_speaks():
     with pytest.MonkeyPatch.context() as patch:  # not the test's, which may undo it
         patch.setattr(progress, "speak", lambda *console: None)
         yield
-
-
-@pytest.fixture
-def device():
-    return torch.device(DEVICE)
 
 
 @pytest.fixture

@@ -180,12 +180,10 @@ HOSTILE = {  # the model's name, what config.json gets (a text: as JSON)
     "an original context of 1": ("Phi-3-mini 128k", dict(original_max_position_embeddings=1)),
     "heads that the keys' do not divide": ("Llama 2", dict(num_key_value_heads=3)),
     "eyes alone": ("Gemma 3 1B", '{"model_type": "gemma3", "hidden_sise": 3}'),
-    "no family": ("Llama 2", dict(model_type=None)),
     "a rope that is a text": ("Llama 2", dict(rope_scaling="linear")),
     "a rope's kind that is a list": ("Llama 2", dict(rope_scaling=dict(rope_type=["linear"], factor=2.0))),
     "layers that are a number": ("OLMo 3 7B", dict(layer_types=8)),
     "a window of 0": ("Mistral 7B v0.1", dict(sliding_window=0)),
-    "NaN": ("Llama 2", dict(rms_norm_eps=float("nan"))),
     "as deep as it goes": ("Llama 2", '{"model_type": ' + "[" * 100_000),
     "more digits": ("Llama 2", '{"model_type": "llama", "hidden_size": %s}' % ("9" * 5000)),
 }  # fmt: skip
@@ -197,25 +195,6 @@ def test_a_hostile_config_is_one_line(case, tmp_path):
     text = changes if isinstance(changes, str) else json.dumps(PUBLISHED[name] | changes)
     (tmp_path / "config.json").write_text(text)
     assert str(tmp_path) in refused(read_shape, tmp_path)
-
-
-NUMBERS = ["Llama 2", "GPT-2", "Phi-4-mini", "Qwen2.5, YaRN's numbers", "Gemma 3 12B", "SmolLM3"]
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_that_is_none_is_one_line(name, tmp_path):
-    """Each number that matters, also those of ropes."""
-    config, known = PUBLISHED[name], {*shapes.NAMES["gpt2" if name == "GPT-2" else "llama"].values(), "rope_theta"}
-    known |= {"query_pre_attn_scalar", "rope_local_base_freq", "no_rope_layer_interval", "partial_rotary_factor"}
-    numbers = [key for key in known & config.keys() if not isinstance(config[key], bool)]
-    for wrong in ("2", True, -2, 0, float("nan"), [2], {}):
-        places = [{key: wrong} for key in numbers]
-        rope = config.get("rope_scaling") or {}
-        inner = [key for key, value in rope.items() if isinstance(value, (int, float))]
-        places += [dict(rope_scaling=rope | {key: wrong}) for key in inner]
-        for changes in places:
-            (tmp_path / "config.json").write_text(json.dumps(config | changes))
-            assert str(tmp_path) in refused(read_shape, tmp_path)
 
 
 SAID = re.compile("unknown to snug|is not read")

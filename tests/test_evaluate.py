@@ -277,12 +277,9 @@ def test_what_cannot_be_evaluated_is_refused(run_folder):
     home = run_folder.parent
     written(home, [{"prompt": str(i), "demonstration": "x"} for i in range(50)], "unscored.jsonl")
     for words, message in (
-        ("--task=additon", "--task='additon' is not one of .*did you mean addition"),
         ("--tokenizer=gpt2", "='gpt2', but .*has 'bytes'; leave tokenizer out|tokenizer=gpt2 cannot be downloaded"),
         (f"--data_file={home}/none.jsonl", "none.jsonl: cannot be read"),
         (f"--data_file={home}/unscored.jsonl", "unscored.jsonl has no column answer to score by"),
-        (f"--task={COUNTDOWN} --data_file=x", "unknown option --data_file; it is an option of --task=gsm8k or jsonl"),
-        (f"--task={COUNTDOWN} --countdown_operators=%", "countdown_operators='%'"),
         ("--max_new_tokens=20", "max_new_tokens of up to 20 are more than block_size=16"),
         (f"--samples_file={home}/rows.jsonl/x", "written; name another, or --samples_file=none .(FileExists|NotADir)"),
     ):

@@ -10,28 +10,6 @@ from snug.memory.meter import MemoryMeter
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the allocator's own counters are used")
 
 
-def test_live_bytes_follow_storages_not_tensors():
-    with LiveBytes() as live:
-        a = torch.zeros(1000)
-        assert live.current == 4000
-        view, again = a[10:], a.view(10, 100)
-        assert live.current == 4000
-        b = a + 1
-        assert (live.current, live.peak) == (8000, 8000)
-        del a
-        assert live.current == 8000  # the views keep the storage
-        del view, again
-        assert live.current == 4000
-        b.mul_(2)
-        assert (live.current, live.peak) == (4000, 8000)
-        live.reset_peak()
-        assert live.peak == 4000
-        c = torch.stack([b, b])
-        assert live.current == 12000
-        del b, c
-        assert (live.current, live.peak) == (0, 12000)
-
-
 def test_threads_may_free_storages_at_the_same_time():
     live = LiveBytes()
 

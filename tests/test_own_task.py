@@ -125,9 +125,7 @@ def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
     {
         "my_letters": "'my_letters' is not one of addition, ",
         "my_letters:NoTask": "task='my_letters:NoTask' is no task; derive the class from snug.Task",
-        "my_letters:dataclass": "is no task",
         "my_letters:Leters": "has no function or class Leters; did you mean Letters?",
-        "no_such:Task": "no module no_such",
         "my_letters:Bare": "its options must be a dataclass of fields such as ",
         "my_letters:Listed": "its options must be a dataclass of fields such as ",
         "my_letters:Shared": "seed is an option already; rename the task's",

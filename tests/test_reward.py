@@ -27,8 +27,7 @@ from runs.checkpoint import newest
 from runs.log import read_log
 from runs.prepare import prepare
 from runs.saver import Saver
-from settings import GRPOSettings
-from snug.options import SnugError, read_settings, told
+from snug.options import SnugError, told
 
 PROMPTS, COMPLETIONS, COLUMNS = ["a", "b", "c"], ["x", "yy", "zzz"], {"answer": [1, 2, 3]}
 ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
@@ -41,12 +40,8 @@ ARGUMENTS = dict(prompts=PROMPTS, completions=COMPLETIONS, **COLUMNS)
         (None, "not None"),
         ([0, 10**400, 0], "returned 1000.* for the completion 'yy'; return None or a number below 1e\\+25"),
         ([0, 2e25, 0], "returned 2e\\+25 for the completion 'yy'"),
-        (["yes", 0, 0], "returned 'yes' for the completion 'x'; return None or a number"),
         ("abc", "must return a list of 3 numbers, not 'abc'"),
         ([1.0, "1.0", 0], "returned '1.0' for the completion 'yy'; return None or a number"),
-        ([1.0, b"1", 0], "returned b'1' for the completion 'yy'"),
-        ([1.0, np.str_("1.0"), 0], "returned .*'1.0'.* for the completion 'yy'"),
-        ([0, 1, bytearray(b"1")], "returned bytearray.* for the completion 'zzz'"),
         (np.array(["1.0", "0", "0"]), "returned '1.0' for the completion 'x'"),
         ([0, [1.0], 0], r"returned \[1.0\] for the completion 'yy'"),
         ([Decimal("nan"), 0, 0], r"returned Decimal\('NaN'\) for the completion 'x'"),
@@ -120,15 +115,6 @@ def test_what_functions_get_and_log():
         total_rewards([lambda log_metric, **_: log_metric("a", "1.0")], PROMPTS, COMPLETIONS, COLUMNS)
     with pytest.raises(SnugError, match="raised ValueError: .* shorter than"):
         total_rewards([lambda log_extra, **_: log_extra("a", [1])], PROMPTS, COMPLETIONS, COLUMNS)
-
-
-def test_the_largest_rewards_with_the_largest_weights_stay_within_float32():
-    """One that is larger is refused, and so is a larger weight. So a sum of them never is infinite."""
-    functions = [lambda **_: [0.99e25] * 3] * 50
-    totals = total_rewards(functions, PROMPTS, COMPLETIONS, COLUMNS, weights=[1e9] * 50).totals
-    assert torch.tensor(totals).isfinite().all() and totals[0] > 4e35
-    with pytest.raises(SnugError, match="reward_weights=1000000001.0 is not from -1000000000.0 to 1000000000.0"):
-        read_settings(GRPOSettings, ["--reward_weights=1,1000000001"])
 
 
 def test_a_function_that_changes_its_arguments_changes_nothing_for_others():

@@ -315,17 +315,12 @@ REFUSED = {
     "--loss_type=cispo": "loss_type=cispo needs epsilon_high of at least 1, not None; try --epsilon_high=5",
     "--loss_type=cispo --epsilon_high=0.5": "loss_type=cispo needs epsilon_high of at least 1, not 0.5",
     "--loss_type=luspo": "loss_type=luspo does not support importance_sampling_level=token; use --importance_sampling_level",
-    "--multi_objective_aggregation=normalize_then_sum --scale_rewards=none": "_sum does not support scale_rewards=none; use",
-    "--dtype=float32 --param_dtype=bfloat16": "dtype=float32 does not support param_dtype=bfloat16; use --param_dtype=float32",
-    "--activation_offload": "checkpoint_blocks=none does not support activation_offload=True",
     "--reward_coef=0": "teacher=none does not support reward_coef=0.0; use --reward_coef=1.0, or another teacher",
-    "--parallel=fsdp --grad_offload": "parallel=fsdp does not support grad_offload=True; use --grad_offload=False",
     "--reward_weights=1 --reward_funcs=m:f,m:g": "reward_weights has 1 weights for 2 reward_funcs",
     "--base_dtype=nf4": "lora_rank=none does not support base_dtype=nf4; use --base_dtype=, or another lora_rank",
     "--base_dtype=nf4 --lora_rank=4 --init_from=x --parallel=fsdp": "parallel=fsdp does not support base_dtype=nf4; use --base_dtype=",
     "--lora_rank=4": "init_from=none does not support lora_rank=4",
     "--group_size=1 --teacher=x": "group_size=1 does not support reward_coef=1.0; use --reward_coef=0.0",
-    "--parallel=fsdp --teacher=x --teacher_device=host": "parallel=fsdp does not support teacher_device=host; use --teacher_device=device",
 }
 
 

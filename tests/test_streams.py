@@ -5,6 +5,7 @@ Test: pytest tests/test_streams.py
 
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,11 +128,9 @@ def test_after_an_out_of_memory_no_weight_is_left_on_the_device(kind_of_streams)
 
 def test_streamed_weights_take_larger_micro_batches():
     """Up to four at once, to 8,192 tokens. A resident reference takes what training takes."""
-    for most, expected in ((0, 1), (100, 4), (1280, 4), (4096, 2), (10_000, 1)):
-        settings = GRPOSettings(max_tokens_per_micro_batch=most, beta=0.04, init_from="x", reference="host")
-        assert limits_of(settings).reference_batches == expected
-        settings.reference = "device"
-        assert limits_of(settings).reference_batches == 1
+    settings = GRPOSettings(max_tokens_per_micro_batch=4096, beta=0.04, init_from="x", reference="host")
+    assert limits_of(settings).reference_batches == 2
+    assert limits_of(replace(settings, reference="device")).reference_batches == 1
     training, rollouts, _ = reference_on_host(n_layer=1)
     cut, seen = Cut(rollouts, 0, 20), []
     training.reference.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))

@@ -94,12 +94,7 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     assert load_tools([]) == {} and list(load_tools(["mine", "mine"], {"mine": search})) == ["search"]
     with pytest.raises(SnugError, match="tools='snug_test_tools:calc': two tools have the name calc; rename one"):
         load_tools(["examples.tools:calc", "snug_test_tools:calc"])
-    for spec, message in {
-        "calk": "write module:function, such as examples.tools:calc",
-        "snug_test_tools:cal": "snug_test_tools has no function or class cal; did you mean calc",
-        "snug_test_absent:f": "no module snug_test_absent in",
-    }.items():
-        assert_refused(f"tools='{spec}': {message}", load_tools, [spec])
+    assert_refused("tools='calk': write module:function, such as examples.tools:calc", load_tools, ["calk"])
     tokenizer = get_tokenizer("bytes")
     tokenizer.chat = SimpleNamespace(tools=["another run's"])
     assert make_toolbox(GRPOSettings(environment="snug_test_tools:Game"), tokenizer).schemas == []
@@ -172,10 +167,9 @@ two = tool_of("two", lambda a, b="x": None, a=str, b=str)
 both = tool_of("both", lambda a, b: None, a=str, b=str)
 perhaps = tool_of("perhaps", lambda a="x": None, a=str)
 number = tool_of("number", lambda a, b="x": None, a=int, b=str)
-either = tool_of("either", lambda a="x", b="y": None, a=str, b=str)
 named = tool_of("named", lambda query, top=3, place="": None, query=str, top=int, place=str)
 SCHEMAS = [schema_of(function) for function in (*TOOLS.values(), every, search, bare, Counter().increment)]
-SCHEMAS += map(schema_of, (two, both, perhaps, either, number, named))
+SCHEMAS += map(schema_of, (two, both, perhaps, number, named))
 
 
 # SUM is the right reading. F: the start of an object, up to its arguments.
@@ -203,11 +197,9 @@ READ = [  # form, text, content, calls
     ("inline", "<two>c</two>", "", [call("two", a="c")]),
     ("inline", '<both>{"a": "c", "b": "d"}</both>', "", [call("both", a="c", b="d")]),
     ("inline", "<perhaps>c</perhaps>", "", [call("perhaps", a="c")]),
-    ("inline", "<either>c</either>", "", [call("either", a="c")]),
     ("inline", '<number>{"a": 1, "b": "y"}</number>', "", [call("number", a=1, b="y")]),
     ("inline", "<named>a b</named>", "", [call("named", query="a b")]),
     ("inline", '<named>{"top": 5, "query": "q"}</named>', "", [call("named", query="q", top=5)]),
-    ("inline", '<named>{"other": 5}</named>', "", [call("named", query='{"other": 5}')]),
 ]
 # Texts without a call.
 NO_CALL = {"inline": ["<sum>1</sum>", "</calc> <calc>", "1</calc>"], "llama": ["", "[1]", '{"name": "calc", "para']}
@@ -226,11 +218,9 @@ THOUGHTS = [  # form, does the prompt end with <think>, text, content, calls
     ("hermes", False, ASIDES + REAL, ASIDES, TWO),
     ("hermes", False, f"\n<think>hm {REAL}", f"<think>hm {REAL}", []),
     ("hermes", True, f"hm {REAL}", f"hm {REAL}", []),
-    ("hermes", True, "hm</think>4", "hm</think>4", []),
     ("hermes", False, "<think>\n\n</think>\n\n" + REAL, "<think>\n\n</think>", TWO),
     # No thought was opened: the tags are what the call is about.
     ("hermes", False, hermes("f", code="'</think>'"), "", [call("f", code="'</think>'")]),
-    ("hermes", False, hermes("f", code="'<think>'"), "", [call("f", code="'<think>'")]),
     ("llama", False, f"<think>maybe {LLAMA[0]}</think>\n{LLAMA[1]}", f"<think>maybe {LLAMA[0]}</think>", TWO),
     ("llama", True, f"{LLAMA[0]}</think>{LLAMA[1]}", f"{LLAMA[0]}</think>", TWO),
     ("llama", True, LLAMA[0], LLAMA[0], []),
