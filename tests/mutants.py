@@ -372,7 +372,7 @@ MUTANTS = [
     ("gpu: completions do not see their prompt's last token", "snug/kernels/flash.py", "tl.where(in_prompt, prompt_end - 1, token)", "tl.where(in_prompt, prompt_end - 2, token)", "test_flash.py"),
     ("gpu: attention's sums keep an old maximum", "snug/kernels/flash.py", "total * shrunk + tl.sum(p, 1, keep_dims=True)", "total + tl.sum(p, 1, keep_dims=True)", "test_flash.py"),
     ("gpu: completions teach their prompt nothing", "snug/kernels/flash.py", "(query < stop) & (not of_prompt), 0)", "query < stop, 0)", "test_flash.py"),
-    ("gpu: a key head has its first query head's gradient alone", "snug/kernels/flash.py", "tl.where(of_prompt, h + 1, h + R)", "h + 1", "test_flash.py"),
+    ("gpu: a key head has its first query head's gradient alone", "snug/kernels/flash.py", "tl.where(of_prompt, 1, R) * blocks", "blocks", "test_flash.py"),
     ("gpu: a window is a token longer in a prompt", "snug/kernels/flash.py", "low = tl.maximum(low, token + behind - (WINDOW - 1))", "low = tl.maximum(low, token + behind - tl.where(in_prompt, WINDOW, WINDOW - 1))", "test_flash.py"),
     ("gpu: a window skips a block that the tile's next completion sees", "snug/kernels/flash.py", "tl.min(tl.where(token < end, token - low, T))", "tl.max(tl.where(token < end, token - low, 0))", "test_flash.py"),
     ("gpu: a window's last query teaches no key", "snug/kernels/flash.py", "tl.minimum(stop, end + (WINDOW - 1))", "tl.minimum(stop, end + (WINDOW - 2))", "test_flash.py"),
