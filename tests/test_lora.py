@@ -19,12 +19,10 @@ from snug import lora
 from snug.options import SnugError
 from snug.pretrained.tensors import save_pretrained
 
-SHAPES = ["gpt2", "llama"]
 
-
-def with_adapters(shape, rank=3, targets=lora.TARGETS, drawn=True, dtype=torch.float32, **changes):
+def with_adapters(shape, dtype=torch.float32):
     """-> a model whose adapters do something."""
-    return add_adapters(make_model(shape, dtype=dtype, **changes), rank, 6.0, targets, std=0.3 if drawn else 0.0)
+    return add_adapters(make_model(shape, dtype=dtype), 3, 6.0, lora.TARGETS, std=0.3)
 
 
 def logits_of(model, tokens):
@@ -36,7 +34,7 @@ def tokens():
     return torch.randint(67, (3, 20), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_adapters_are_the_formula(shape, tokens):
     """Against the same model in float64 whose weights are W + alpha / rank * B A, values and gradients of A and B."""
     model = with_adapters(shape, dtype=torch.float64)
@@ -65,23 +63,14 @@ def test_adapters_are_the_formula(shape, tokens):
 def test_off_is_the_model_that_was_there_bit_for_bit(shape, dtype, tokens):
     before = logits_of(make_model(shape, dtype=dtype), tokens)
     model = with_adapters(shape, dtype=dtype)
-    assert not torch.equal(logits_of(model, tokens), before)
     with pytest.raises(KeyError), lora.adapters_off(model):
         assert torch.equal(logits_of(model, tokens), before)
         raise KeyError
-    assert not torch.equal(logits_of(model, tokens), before)  # and on again, also after an error
-    # B is 0: as before, and yet learning: A's gradient is 0, B's is not
-    fresh = with_adapters(shape, drawn=False, dtype=dtype)
-    torch.testing.assert_close(logits_of(fresh, tokens), before, atol=0, rtol=0)
-    logits_of(fresh, tokens).square().mean().backward()
-    assert all(not m.lora_A.grad.any() and m.lora_B.grad.any() for m in lora.adapted(fresh))
+    assert not torch.equal(logits_of(model, tokens), before)  # on again, also after an error
 
 
 def adapters_of(*matrices):
     return {f"blocks.{i}.{matrix}.lora_{letter}" for i in range(2) for matrix in matrices for letter in "AB"}
-
-
-# In a run
 
 
 def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, varied_rewards):
@@ -128,14 +117,10 @@ def test_adapters_whose_weights_changed_broke_or_went_are_refused(sft, tmp_path)
     assert_refused("base/checkpoint-000010 does not have; put them back", load_run, tmp_path / "run")
 
 
-def uneven(completions, **columns):
-    return [sum(map(ord, text)) % 7 for text in completions]
-
-
-def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch):
+def test_a_base_is_found_where_it_went(sft, tmp_path, monkeypatch, varied_rewards):
     """From another working directory; moved together with the run; and somewhere else, if init_from says where. Another
     model there is refused."""
-    options = [*LORA, f"--reward_funcs={__name__}:uneven"]
+    options = [*LORA, "--reward_funcs=lora_rewards:varied"]
     (tmp_path / "a").mkdir()
     shutil.copytree(sft, tmp_path / "a" / "base")
     monkeypatch.chdir(tmp_path / "a")
