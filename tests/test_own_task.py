@@ -98,16 +98,6 @@ def test_a_task_of_ones_own_trains_goes_on_and_is_evaluated(work, monkeypatch, c
         prepare(*read_settings(GRPOSettings, [f"--resume={run}", "--digits=4"])[:2])
 
 
-def test_a_notebook_names_the_class(work):
-    sys.path.append(str(work))
-    from my_letters import Letters
-
-    run = grpo.train(task=Letters, length=2, out_dir="out/run", group_size=2, max_iters=1, max_new_tokens=4, beta=0.0,
-                     n_layer=1, n_embd=8, n_head=1, block_size=16, batch_size=2, eval_prompts=2, device="cpu")  # fmt: skip
-    assert run.settings.task == "my_letters:Letters" and run.settings.length == 2
-    assert "pass_at_1" in run.evaluate(length=3, num_prompts=2)
-
-
 def test_help_shows_the_options_of_the_task_that_is_named(work, capsys):
     for words in (["--help"], ["--help=all"]):
         for task, shown in (("my_letters:Letters", "--length INT"), (COUNTDOWN, "--countdown_numbers STR")):

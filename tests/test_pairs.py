@@ -16,8 +16,6 @@ import grpo
 import train_sft
 from data.pairs import MOST, compared, comparison, sign_flip, verdict
 from evaluate import compare
-from helpers import HOME
-from helpers.commands import python
 from helpers.errors import assert_refused
 from helpers.models import make_model
 from helpers.tasks import COUNTDOWN
@@ -224,13 +222,3 @@ def test_the_task_is_the_runs_or_the_seconds(folders, tmp_path, monkeypatch):
     a, b = prepare_pair(EvaluateSettings(task=COUNTDOWN), {"task"}, run, str(tmp_path / COUNTDOWN))
     assert a.settings.task == b.settings.task == COUNTDOWN
     assert_refused("a has no task of its own", prepare_pair, prepare_options, set(), model, model)
-
-
-def test_the_command_takes_one_folder_or_two(folders, tmp_path):
-    """In a process of its own."""
-    run = python(HOME / "evaluate.py", folders / "a", "--num_prompts=4", folders / "b", *WORDS, cwd=tmp_path)
-    assert run.returncode == 0 and run.stderr == "", run.stderr
-    assert f"{folders}/a: addition, 4 prompts" in run.stdout and f"{folders}/b: addition, 4 prompts" in run.stdout
-    assert run.stdout.splitlines()[-1] == "no difference to see: sampled right, p = 1"
-    with pytest.raises(SnugError, match="one argument too many: c"):
-        read_settings(EvaluateSettings, ["a", "--seed=1", "b", "c"], positional="folders")
