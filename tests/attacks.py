@@ -24,14 +24,12 @@ FILES = {
     "a link to the folder": "result = open(os.path.join(link + 's', 'secret.txt')).read()",
     "/proc/self/root": "result = open('/proc/self/root' + secret).read()",
     "/proc/self/cwd": "result = open('/proc/self/cwd' + secret).read()",
-    "/proc/thread-self/root": "result = open('/proc/thread-self/root' + secret).read()",
     "os.open": "result = os.read(os.open(secret, os.O_RDONLY), 100)",
     "os.open in a folder": "result = os.read(os.open('secret.txt', 0, dir_fd=os.open(folder, 0)), 100)",
     "os.open in the root": "result = os.read(os.open(secret[1:], 0, dir_fd=os.open('/', 0)), 100)",
     "os.open out of a folder": "d = os.open(os.path.dirname(inside), 0)\nresult = os.read(os.open('../' * 20 + secret, 0, dir_fd=d), 100)",
     "os.chdir": "os.chdir(folder)\nresult = open('secret.txt').read()",
     "/proc/self/fd": "result = open(f'/proc/self/fd/{os.open(secret, os.O_PATH)}').read()",
-    "/dev/fd": "result = open(f'/dev/fd/{os.open(secret, os.O_PATH)}').read()",
     "the number of a file": "result = open(os.open(secret, 0)).read()",
     "bytes": "result = open(secret.encode()).read()",
     "a path that changes": "class P:\n n = 0\n def __fspath__(self):\n  P.n += 1\n  return secret if P.n % 2 else inside\nfor _ in 'ab':\n try: result += str(io.FileIO(P()).read(99))\n except OSError: pass",
@@ -58,7 +56,6 @@ FILES = {
     # names in a folder
     "os.listdir": "result = os.listdir(folder)",
     "os.listdir of a number": "result = os.listdir(os.open(folder, 0))",
-    "os.listdir of bytes": "result = os.listdir(folder.encode())",
     "os.scandir": "result = [entry.name for entry in os.scandir(folder)]",
     "an importer": "from importlib.machinery import FileFinder, SourceFileLoader\nf = FileFinder(folder, (SourceFileLoader, ['.py']))\nf.find_spec('x')\nresult = f._path_cache",
     # other processes and functions of C
@@ -72,7 +69,6 @@ FILES = {
 ALWAYS = {  # the kernel refuses these without any layer: the processes are not dumpable
     "the keeper's root": "result = open(f'/proc/{keeper}/root' + secret).read()",
     "environ": "result = open(f'/proc/{pid}/environ').read()",
-    "environ of a thread": "result = open(f'/proc/{pid}/task/{pid}/environ').read()",
     "environ of the keeper": "result = open(f'/proc/{keeper}/environ').read()",
     "maps": "result = open(f'/proc/{pid}/maps').read()",
     "mem": "f = open(f'/proc/{pid}/mem', 'rb', 0)\nf.seek(address)\nresult = f.read(100)",

@@ -164,7 +164,6 @@ def add(*names):
 REFUSED = {  # what is said: changes of the config, or of the tensors
     "peft_type='LOHA' is not supported; only 'LORA'": dict(peft_type="LOHA"),
     "use_dora=True is not supported": dict(use_dora=True),
-    "alora_invocation_tokens=[1] is not supported": dict(alora_invocation_tokens=[1]),
     "init_lora_weights='pissa' is not supported": dict(init_lora_weights="pissa"),
     "lora_alpha=nan is not a valid float": dict(lora_alpha=math.nan),
     "use_rslora='yes' is not a valid bool": dict(use_rslora="yes"),

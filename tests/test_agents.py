@@ -138,9 +138,6 @@ def test_evaluations_with_and_without_tools(run, tmp_path):
     assert all(isinstance(sample["completion"], str) for sample in samples)
 
 
-# From Python
-
-
 def test_functions_and_a_class_of_a_cell(tmp_path):
     called = []
 
@@ -173,9 +170,6 @@ def test_functions_and_a_class_of_a_cell(tmp_path):
     assert_refused("environment dict.reset raised AttributeError", grpo.train, **options | dict(environment=dict))
 
 
-# Memory
-
-
 REPLIES = {  # the turn, the reply: of 60 tokens, another turn has the last one
     "each row, after a token": (lambda ids: True, lambda row, ids: [5] * 58),
     "two of three rows, after seven": (lambda ids: len(ids) == 7, lambda row, ids: [5] * 51 if row % 3 else []),
@@ -204,9 +198,6 @@ def test_a_plan_covers_what_tools_write(slots, tmp_path, monkeypatch):
             taken, peak = record["mem_max_alloc_mb_" + phase], planned[phase][0] / MIB
             assert taken < peak + 0.0005  # the log has three decimals
             assert taken > 0.995 * peak or name != "each row, after a token"
-
-
-# Environments that draw, as in TRL's documentation
 
 
 class Counter:

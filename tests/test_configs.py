@@ -182,7 +182,6 @@ HOSTILE = {  # the model's name, what config.json gets (a text: as JSON)
     "eyes alone": ("Gemma 3 1B", '{"model_type": "gemma3", "hidden_sise": 3}'),
     "a rope that is a text": ("Llama 2", dict(rope_scaling="linear")),
     "a rope's kind that is a list": ("Llama 2", dict(rope_scaling=dict(rope_type=["linear"], factor=2.0))),
-    "layers that are a number": ("OLMo 3 7B", dict(layer_types=8)),
     "a window of 0": ("Mistral 7B v0.1", dict(sliding_window=0)),
     "as deep as it goes": ("Llama 2", '{"model_type": ' + "[" * 100_000),
     "more digits": ("Llama 2", '{"model_type": "llama", "hidden_size": %s}' % ("9" * 5000)),

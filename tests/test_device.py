@@ -49,9 +49,6 @@ def switches():
     return torch.backends.cuda.matmul.fp32_precision, torch.backends.cuda.cudnn_sdp_enabled()
 
 
-# A GPU that cannot be used
-
-
 BUSY = "CUDA error: all CUDA-capable devices are busy or unavailable"
 NOT_COMPILED = "Torch not compiled with CUDA enabled"
 
@@ -69,9 +66,6 @@ NOT_COMPILED = "Torch not compiled with CUDA enabled"
 def test_a_device_that_cannot_be_used_is_refused_with_the_reason_of_torch(h100, device, name, error, said):
     h100.setattr(torch.cuda, name, Mock(side_effect=error))
     assert refused(pick_device, device).startswith(f"device='{device}': {said}")
-
-
-# How torch is told to use it
 
 
 def test_cudnn_attention_and_tf32_are_off(h100):
@@ -177,9 +171,6 @@ def test_mps_waits_for_uploads_that_are_not_pinned(monkeypatch):
     for kind in ("cpu", "mps", "cuda"):
         upload([1, 2], torch.device(kind))
     assert seen == [("cpu", {}), ("mps", {}), "pinned", ("cuda", dict(non_blocking=True))]
-
-
-# AMD's GPUs, which torch names cuda
 
 
 def test_amd_gets_no_option_that_its_triton_lacks(monkeypatch):

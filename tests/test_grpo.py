@@ -364,9 +364,6 @@ def test_no_drift_over_40_iterations(tmp_path, monkeypatch):
         assert max(values) <= 1.01 * min(values)
 
 
-# It learns
-
-
 def test_grpo_lifts_its_warm_start(tmp_path):
     """Two-digit additions by a teacher who drops carries, in a quarter of a minute; three seeds: 0.18 to 0.20 -> 0.81 to 0.96."""
     common = dict(digits=2, n_layer=2, n_embd=48, block_size=20, device=DEVICE)

@@ -102,9 +102,6 @@ def test_marks_and_signs_around_the_number_behind_a_marker(form):
     assert [number_after_marker(form.format(text)) for text in NOT_EIGHTEEN] == [None] * len(NOT_EIGHTEEN)
 
 
-# The task
-
-
 def test_problems_are_answered_rightly_by_their_answers_alone(task):
     """The 20 published ones and others in the same form, held out by their questions."""
     for split in ("train", "test"):

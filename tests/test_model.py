@@ -77,11 +77,7 @@ def test_embedding_adds_to_its_gradient(tokens, dtype):
         assert live.peak - before < 0.1 * wide.nbytes
 
 
-def test_config_is_checked_and_filled_in():
+def test_config_is_filled_in():
     config = GPTConfig(vocab_size=10, n_head=4, n_embd=64, mlp="swiglu")
     sizes = config.n_vocab, config.n_kv_head, config.head_size, config.n_hidden
     assert sizes == (10, 4, 16, 176)  # 8/3 * 64 = 170.7, a multiple of 8
-    with pytest.raises(ValueError, match="n_kv_head=3 does not divide n_head=4"):
-        GPTConfig(vocab_size=10, n_head=4, n_kv_head=3)
-    with pytest.raises(ValueError, match="n_vocab=11 is more than vocab_size=10"):
-        GPTConfig(vocab_size=10, n_vocab=11)

@@ -205,9 +205,6 @@ def test_nothing_of_a_matrix_is_kept_for_backward():
     assert kept[0] == 0 < kept[1]
 
 
-# Folders
-
-
 @pytest.mark.parametrize("shape, parts", [("gpt2", {}), ("llama", {"qkv": [32, 16, 16], "up": [64, 64]})])
 def test_a_plain_folder_becomes_what_bitsandbytes_makes_of_each_matrix(shape, parts, tmp_path):
     """Of each matrix of the folder, here a part of ours; GPT-2's are turned."""

@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -163,15 +163,10 @@ def test_the_next_attempt_has_smaller_pieces_of_its_own_kind():
     limits.retry("train", step, Cut(sequences, max_tokens=8))
     assert list(map(len, cuts)) == [2, 4]
 
-    attempts = iter([torch.OutOfMemoryError("first")])
     before = limits.max_rollout_batch, limits.max_eval_batch
     with pytest.raises(StopIteration):
-        limits.retry("eval", lambda: raised(next(attempts)))
+        limits.retry("eval", Mock(side_effect=[torch.OutOfMemoryError("first")]))
     assert limits.max_rollout_batch == before[0] and limits.max_eval_batch < before[1]
-
-
-def raised(error):
-    raise error
 
 
 def test_an_optimizer_step_is_tried_once_more():

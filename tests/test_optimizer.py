@@ -46,8 +46,6 @@ def test_two_steps_equal_the_formula():
         assert p.grad is None
 
 
-# Where the state lives and how it is rounded.
-
 BF16 = dict(param_dtype="bfloat16", dtype="bfloat16")
 OPTIONS = {"on the host": dict(optimizer_device="host"), "gradients on the host": dict(grad_offload=True)}
 OPTIONS["both on the host"] = dict(optimizer_device="host", grad_offload=True)

@@ -84,9 +84,6 @@ def test_packed_is_padded_step_by_step(step_size, budget):
         assert_same_gradient(gradient(model, rollouts, cut, options, step), oracle)
 
 
-# Who must not be seen
-
-
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_nothing_is_read_beyond_the_end(shape):
     """Ids and NaN behind each sequence's end, and NaN where nothing was sampled, change no bit."""
@@ -104,9 +101,6 @@ def test_nothing_is_read_beyond_the_end(shape):
         for loop in (options, None):
             (metrics, right), (others, gradients) = (gradient(model, x, cut, loop) for x in (rollouts, poisoned))
             assert metrics == others and all(torch.equal(gradients[name], right[name]) for name in right)
-
-
-# What it is for
 
 
 def peak_bytes(model, rollouts, cut, options):

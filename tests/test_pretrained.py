@@ -133,9 +133,6 @@ def test_a_model_from_scratch_is_a_gpt2(tmp_path):
         torch.testing.assert_close(theirs(tokens).logits, logits_of(ours, tokens)[..., :57], atol=1e-5, rtol=1e-5)
 
 
-# What is refused
-
-
 KINDS = ["full_attention", "sliding_attention"]
 OLMO3 = dict(model_type="olmo3", sliding_window=8, layer_types=KINDS, rope_parameters="gone")
 QUANTIZED = dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True))

@@ -8,12 +8,10 @@ import pytest
 import grpo
 from data.scores import share_of
 from data.task import text_of
-from helpers.errors import assert_refused
 from helpers.models import make_chat_model
 from helpers.runs import figures
 from runs.log import read_log
-from settings import GRPOSettings, SFTSettings
-from snug.options import read_settings
+from settings import GRPOSettings
 from training.figures import groups_of
 
 PROMPTS = [dict(prompt=f"How many are {i} and {i}?", answer=str(2 * i)) for i in range(80)]
@@ -131,7 +129,3 @@ def test_the_time_left_is_a_resumed_runs_by_its_second_iteration(tmp_path, model
     monkeypatch.setattr("training.state.time", SimpleNamespace(perf_counter=lambda: 0.0))
     _, report = probed(capsys, even, resume="auto", **options)
     assert report[4] == ("  an iteration takes 20.00 s; all of them 01:00, without evaluations and dynamic sampling")
-
-
-def test_sft_has_no_probe():
-    assert_refused("probe", read_settings, SFTSettings, ["config/sft_small.py", "--probe"])

@@ -187,9 +187,6 @@ def test_whatever_fails_in_a_save_leaves_the_one_before(tmp_path, monkeypatch, o
     assert checkpoint.newest(tmp_path).name == "checkpoint-000002"
 
 
-# Errors in an iteration
-
-
 def test_an_iteration_that_fails_before_its_step_loses_nothing(tmp_path):
     """A reward function fails in iteration 3: what iterations 0 to 2 did is saved, and the run goes on as if nothing had been."""
     _, settings = tiny(tmp_path, init_from="", beta=0.0, max_iters=6, eval_prompts=0, save_interval=0)

@@ -80,9 +80,6 @@ def test_a_window_is_what_the_words_say(groups, window):
         assert sees == words(groups)
 
 
-# Batches of segments
-
-
 @given(some_groups, st.sampled_from([0, 3, 256]), st.sampled_from([0.5, 0.75, 1.0]))
 def test_batches_have_each_segment_once_and_few_others(groups, alone, similar):
     with patch.multiple(module, ALONE=alone, SIMILAR=similar):

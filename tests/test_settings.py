@@ -351,7 +351,6 @@ NAMED = [  # words, the option that has to be named, values of {n}: refused wher
     ("--task=jsonl --data_file=no/such/file{n}.jsonl", "no/such/file", [1]),
     ("--system_prompt={n}", "system_prompt", ["Be brief."]),
     ("--out_dir=out/x{n} --init_from=out/x{n}", "init_from", [1]),
-    ("--init_from=out/no_such_run_{n}", "out/no_such_run", [1]),
 ]  # fmt: skip
 NAMED_GRPO = [
     ("--group_size={n}", "group_size", [1]), ("--train_batch_size={n}", "train_batch_size", [3, 2048]),

@@ -137,8 +137,6 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, level, variant):
     assert theirs(case, **options)[1].abs().max() > 1e-3
 
 
-# Reward functions
-
 ROWS = [{"prompt": "1/3?", "solution": r"$\frac{1}{3}$", "n": 1}, {"prompt": "2+2?", "solution": "$4$", "n": 2}]
 TEXTS = [r"<think>a</think> \boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}"]
 TEXTS += [r"<think>b \boxed{4}", r"so </think> \boxed{4}"]
