@@ -186,8 +186,7 @@ if triton is not None:
         values = tl.load(v + h // R * v_head + key * v_time + d, mask, 0.0)
         dkeys = tl.zeros((M, DP), tl.float32)
         dvalues = tl.zeros((M, DP), tl.float32)
-        blocks = tl.cdiv(stop - first, N)
-        # One loop over heads and queries: one within another takes 70 registers more, and spills with Triton 3.6.
+        blocks = tl.cdiv(stop - first, N)  # two loops take 70 registers more, and spill with Triton 3.6
         for i in range(tl.where(of_prompt, 1, R) * blocks):
             head = h + i // blocks
             query = first + i % blocks * N + tl.arange(0, N)
