@@ -235,7 +235,7 @@ MUTANTS = [
     ("report: tokens turn the order of the page", "runs/page/write.py", "return list(map(shown, value))", "return value", "test_report.py"),
     ("report: folders turn the order of the page", "runs/page/write.py", " or isinstance(value, Path)", "", "test_report.py"),
     ("report: the page's own cells turn its order", "runs/page/write.py", ", finalize=shown", "", "test_report.py"),
-    ("report: a completion ends the script", "runs/page/write.py", '.replace("<", "\\\\u003c")', "", "test_report.py"),
+    ("report: a completion ends the script", "runs/page/write.py", "htmlsafe_json_dumps(shown(data))", "Markup(__import__('json').dumps(shown(data)))", "test_report.py"),
     ("teacher: another tokenizer passes", "runs/prepare.py", "if not same or ", "if ", "test_teacher.py"),
     ("teacher: too short a teacher passes", "runs/prepare.py", ' or shape["block_size"] < length', "", "test_teacher.py"),
     ("teacher: too few rows pass", "runs/prepare.py", ' or shape["vocab_size"] < tokenizer.n_vocab', "", "test_teacher.py"),

@@ -5,7 +5,6 @@ show completions as text only, and the page's policy runs no other script. Chara
 line, or hide, are text too (`plain`).
 """
 
-import json
 import secrets
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ def write_page(runs, cells, verdict):
 
     Raises SnugError."""
     import jinja2
+    from jinja2.utils import htmlsafe_json_dumps
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
@@ -33,7 +33,7 @@ def write_page(runs, cells, verdict):
     data = dict(palette=FIGURES["palette"], charts=list(map(asdict, charts)), rollouts=rollouts)
     text = templates.get_template("page.html").render(
         plotly=Markup(get_plotlyjs()),
-        island=Markup(island(data)),
+        island=htmlsafe_json_dumps(shown(data)),  # no text in it can end <script>
         nonce=secrets.token_urlsafe(16),
         runs=runs,
         sections=list(dict.fromkeys(chart.section for chart in charts)),
@@ -45,11 +45,6 @@ def write_page(runs, cells, verdict):
     with in_one_line(f"{page} cannot be written"):
         write_whole(page, text)
     return page
-
-
-def island(data) -> str:
-    """JSON inside <script>. No text in it can end the element."""
-    return json.dumps(shown(data), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def shown(value):
