@@ -131,8 +131,9 @@ class Training:
         try:
             scores = self.evaluate_if_due(done)
         finally:  # an evaluation that fails loses no line of the log
-            record |= self.before | scores | dict(time_s=time.perf_counter() - self.started)
-            record |= dict(dropped_steps=self.health["dropped_steps"]) | self.meter.stats()
+            record |= self.before | scores | self.meter.stats()
+            record["time_s"] = time.perf_counter() - self.started
+            record["dropped_steps"] = self.health["dropped_steps"]
             found = hints(record)
             self.log.iteration(record, samples)
             varied, groups = groups_of([record], self.settings)
