@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from symtable import symtable
 from textwrap import dedent
 
-from examples.programs import POOL, Program, is_test, judge
+from examples.programs import POOL, Program, is_test, judge, of_thread
 from snug import FileOptions, FileTask, text_of
 from snug.options import SnugError, option
-from snug.sandbox import of_thread
 
 # EvalPlus' (Liu et al. 2023), whose figures the models' reports have.
 INSTRUCTION = (

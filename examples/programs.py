@@ -24,16 +24,18 @@ import ast
 import builtins
 import json
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from numbers import Integral, Real
 
 from snug.options import described
-from snug.sandbox import LONGEST, Result, of_thread
+from snug.sandbox import LONGEST, Result, Sandbox
 
 MAX_ERROR = 300  # characters
 POOL = ThreadPoolExecutor(min(8, os.cpu_count()))  # each thread has its own processes
+THREAD = threading.local()
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
 
 
@@ -52,6 +54,15 @@ def judge(program: str, setup: str, names: Sequence[str], tests: Sequence[str], 
             with of_thread(Checker, 2 * seconds).conversation("check") as check:
                 passed, error = verdict_of(check, tell, [setup, names, tests])
     return dict(passed=passed, error=error or "")
+
+
+def of_thread(target: type, seconds: float) -> Sandbox:
+    """This thread's Sandbox of a class without arguments. It dies with the thread that started it: use a pool's."""
+    boxes = vars(THREAD).setdefault("boxes", {})
+    new = Sandbox(
+        f"{target.__module__}:{target.__name__}", timeout=seconds
+    )  # it starts with its first request
+    return boxes.setdefault((target, seconds), new)
 
 
 def verdict_of(check, tell, message):

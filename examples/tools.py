@@ -13,12 +13,13 @@ import ast
 import io
 import operator
 import re
+import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from fractions import Fraction
 
-from snug.sandbox import of_thread
+from snug.sandbox import Sandbox
 
 MAX_CHARS = 200  # of an expression, bounds the recursion
 OPERATORS = {  # of `calc`
@@ -74,9 +75,13 @@ def python(code: str) -> str:
 
 
 def interpreter():
-    return of_thread(Interpreter, PYTHON_SECONDS)
+    """This thread's: a sandbox is not thread-safe, and dies with the thread that started it."""
+    if not hasattr(THREAD, "sandbox"):
+        THREAD.sandbox = Sandbox(f"{__name__}:Interpreter", timeout=PYTHON_SECONDS)
+    return THREAD.sandbox
 
 
+THREAD = threading.local()
 POOL = ThreadPoolExecutor(16)
 # Where there is no sandbox, the run ends before it begins.
 python.start = lambda: POOL.submit(lambda: interpreter().start()).result()

@@ -1,7 +1,6 @@
 """Run a function on untrusted text, such as code that a model wrote, in confined processes.
 
-Names for others: Sandbox, of_thread, Result, SandboxError, LAYERS, LONGEST. Left out: what a target does with the text;
-Windows.
+Names for others: Sandbox, Result, SandboxError, LAYERS, LONGEST. Left out: what a target does with the text; Windows.
 
     class Calculator:                                   # in calculator.py
         def evaluate(self, text):
@@ -53,7 +52,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -62,7 +60,6 @@ from snug.sandbox import linux
 from snug.sandbox.channel import LONGEST, Channel, Lost, SandboxError
 
 LAYERS = ("user", "limits", "audit", "landlock", "seccomp")
-THREAD = threading.local()
 LIMIT = 120.0  # seconds for imports and for a trusted task; for an untrusted one beyond its timeout
 
 
@@ -167,12 +164,3 @@ class Sandbox:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             self.channel.close()
-
-
-def of_thread(target: type, seconds: float) -> Sandbox:
-    """This thread's Sandbox of a class without arguments. It dies with the thread that started it: use a pool's."""
-    boxes = vars(THREAD).setdefault("boxes", {})
-    new = Sandbox(
-        f"{target.__module__}:{target.__name__}", timeout=seconds
-    )  # it starts with its first request
-    return boxes.setdefault((target, seconds), new)
