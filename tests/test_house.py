@@ -141,7 +141,7 @@ def test_the_house_keeps_to_its_size():
         ("characters", characters, 367_200),
         ("characters, with TOML and the page", characters + beside, 415_200),
         ("tokens of bench/", tokens((HOME / "bench").glob("*.py"))[0], 18_900),
-        ("lines of tests/", tests, 21_500),
+        ("lines of tests/", tests, 20_700),
         ("files at the top", len([path for path in our_files() if path.parent == HOME]), 9),
         ("lines of README", lines_of(HOME / "README.md"), 200),
         ("words of README and docs/", sum(len(path.read_text().split()) for path in TEXTS), 27_000),
