@@ -63,7 +63,7 @@ def found_commands():
     texts = {path: path.read_text() for path in TEXTS}
     texts |= {path: docstring_of(path) for path in SOURCES}
     if shutil.which("make"):
-        recipes = ["make", "-n", "run", "real", "tools", "code"]
+        recipes = ["make", "-n", "run", "real", "tools", "code", "math"]
         texts[HOME / "Makefile"] = subprocess.run(recipes, cwd=HOME, capture_output=True, text=True).stdout
     found = {}
     for path, text in texts.items():
@@ -110,7 +110,7 @@ MODULES = {  # the user's: where the texts have them
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
-    for name in ("models", "data/gsm8k", "hub"):
+    for name in ("models", "data/gsm8k", "data/math", "hub"):
         (folder / name).mkdir(parents=True)
     helpers.commands.write_shrunk_configs(folder)
     model = make_chat_model(folder / "models/smollm2-135m-instruct", HERMES, brief=True)
@@ -121,6 +121,9 @@ def work(tmp_path_factory):
     (folder / "data/gsm8k/test.jsonl").write_text("".join(lines[10:]))
     (folder / "data/HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(HUMAN_EVAL).encode()))
     (folder / "mbpp.jsonl").write_text(json.dumps(MBPP))
+    for name, offset in {"train": 0, "test": 9}.items():
+        rows = [dict(problem=f"{n + offset}?", answer="1", solution="\\boxed{1}") for n in range(9)]
+        (folder / f"data/math/{name}.json").write_text(json.dumps(rows))
     rows = [f'{{"prompt": "What is {a} + 3?", "answer": {a + 3}}}\n' for a in range(60)]
     (folder / "prompts.jsonl").write_text("".join(rows))
     for name, place in MODULES.items():
