@@ -126,7 +126,9 @@ def collect_groups(iteration, training):
     for number in range(settings.max_num_gen_batches):
         parts.append(sample_and_score(iteration, number, training))
         rewards = torch.cat([scored.rewards for scored in parts])  # (rollouts * P, k)
-        varied = has_variance(rewards)  # (rollouts * P,)
+        # Do a group's rewards differ? NaN is "not scored" and does not count.
+        most = rewards.nan_to_num(nan=-torch.inf).amax(1)
+        varied = most > rewards.nan_to_num(nan=torch.inf).amin(1)  # (rollouts * P,)
         if varied.sum() >= settings.batch_size:
             break
     training.extra_prompts += (len(parts) - 1) * settings.batch_size
@@ -180,11 +182,6 @@ def sample_rows(model, prepared, rows, iteration, prompts_before=0, max_batch=0)
     )
 
 
-def has_variance(rewards):
-    """rewards (P, k) -> (P,) booleans: do the rewards of the group differ? NaN is "not scored" and does not count."""
-    return rewards.nan_to_num(nan=-torch.inf).amax(1) > rewards.nan_to_num(nan=torch.inf).amin(1)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 5: compare
 
@@ -235,7 +232,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
         num_sequences=cut.step_size,
         num_micro_batches=len(micro_batches),
     )
-    totals = dict(loss=0.0, entropy=0.0, logprob_diff_mean=0.0, logprob_diff_max=0.0, mismatch_kl=0.0)
+    totals = dict(loss=0.0)  # of a step without a micro-batch, too
     if entropies is not None:
         entropies[cut.step_indices[step]] = 0  # an attempt that ran out of memory may have written some
     by_head = teacher is not None and settings.divergence != "sampled"

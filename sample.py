@@ -53,7 +53,7 @@ REPLIES = 16  # calls of `respond` at a time
 
 
 @dataclass
-class Rollouts:
+class Rollouts(Sequences):
     """N completions, each behind its prompt. Two completions of (a b), one of (c), stop token `.`, at most 3 tokens:
 
     tokens  a b x y .   prompt_lengths 2   completion_lengths 3   mask 1 1 1   stopped True
@@ -65,9 +65,7 @@ class Rollouts:
             a b x . r s y .            2                      6        1 1 0 0 1 1   stopped True
     """
 
-    tokens: torch.Tensor  # (N, T), right-padded
-    prompt_lengths: torch.Tensor  # (N,)
-    completion_lengths: torch.Tensor  # (N,), the stop token and what `respond` wrote included
+    # tokens (N, T), prompt_lengths and completion_lengths (N,), the stop token and what `respond` wrote included
     sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 where mask is 0
     mask: torch.Tensor  # (N, T_c), 1 where sampled, the stop token too; 0 where `respond` wrote
     stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off

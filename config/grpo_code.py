@@ -22,6 +22,5 @@ lora_rank = 16
 learning_rate = 1e-4
 dtype = "bfloat16"
 param_dtype = "bfloat16"
-eval_interval = 0
 eval_prompts = 0  # evaluate.py does it
 save_interval = 6
