@@ -52,9 +52,9 @@ def place(tmp_path):
 
 @pytest.fixture
 def varied_rewards(tmp_path, monkeypatch):
-    """A reward that differs within groups."""
+    """A reward that differs within groups, of texts and of messages."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = "def varied(prompts, completions, **columns):\n    return [float(len(set(text))) for text in completions]\n"
+    text = "def varied(prompts, completions, **_):\n    return [float(len(set(str(text)))) for text in completions]\n"
     (tmp_path / "lora_rewards.py").write_text(text)
 
 

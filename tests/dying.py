@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-
 import grpo
+from helpers.tasks import letters
 from runs import saver
 from runs.prepare import prepare
 from settings import GRPOSettings
@@ -21,10 +21,6 @@ from snug.options import friendly_errors, read_settings
 
 OPTIONS = "--digits=2 --n_layer=1 --n_embd=32 --block_size=24 --batch_size=4 --group_size=4 --max_new_tokens=8"
 OPTIONS += " --device=cpu --eval_prompts=0 --max_iters=5 --save_interval=1 --learning_rate=1e-2"
-
-
-def letters(prompts, completions, **columns):
-    return [sum(map(ord, c)) % 7 / 7 for c in completions]
 
 
 def stop(record):

@@ -5,14 +5,13 @@ import re
 import pytest
 import torch
 
-from helpers.kernels import ahead_of_time
+from helpers.kernels import BF16, F32, ahead_of_time
 from helpers.models import DEVICE
 from interpreted import INTERPRETED, in_kernels, in_the_interpreter, long, resources_of
 from snug.kernels import adamw as module
 from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, numbers_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
-F32, BF16 = torch.float32, torch.bfloat16
 # What settings allow: weights and gradients; moments; masters.
 KINDS = [(F32, F32, None), (BF16, F32, F32), (BF16, BF16, None), (F32, BF16, None)]
 GROUP = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
@@ -120,9 +119,6 @@ def test_pieces_of_a_parameter_have_the_random_bits_of_the_whole(monkeypatch):
         assert a.equal(b)
 
 
-# The random bits.
-
-
 def test_the_hash_is_the_published_one():
     """Values of lowbias32 computed by the C of its author, with 32-bit arithmetic."""
 
@@ -141,9 +137,6 @@ def test_the_hash_is_the_published_one():
 def test_steps_parameters_and_seeds_have_keys_of_their_own():
     keys = {key_of(*three) for three in torch.cartesian_prod(*[torch.arange(20)] * 3).tolist()}
     assert len(keys) >= 8000 - 2 and all(0 <= key < 2**32 for key in keys)
-
-
-# Ahead of time, for devices that are not here.
 
 
 @ahead_of_time

@@ -169,9 +169,6 @@ def test_nothing_is_longer_than_the_longest(options):
         assert max(len(task.demonstration(row, rng).encode()) for row in rows) <= answer
 
 
-# Addition
-
-
 def test_addition_by_hand():
     task = task_of()
     row = {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}

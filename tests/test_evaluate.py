@@ -38,9 +38,6 @@ from snug.tokenizer import get_tokenizer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# The estimators
-
-
 def share_of(subset):
     """Pairs (answer, right) -> how right the majority is, by the words of the docstring."""
     count = Counter(answer for answer, _ in subset if answer is not None)

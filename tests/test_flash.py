@@ -52,11 +52,6 @@ def run(function, its, x, dy, H, window=0):
     return y.detach(), x.grad
 
 
-def of_group(groups, i):
-    first, end = (sum(prompt + sum(lengths) for prompt, lengths in groups[:n]) for n in (i, i + 1))
-    return slice(first, end)
-
-
 LARGER = [(70, [40, 33]), (3, [5, 20])]  # larger tiles
 PART = [(40, [35, 2, 3, 20]), (37, [])]
 SINGLE, HALF = torch.float32, torch.float16
@@ -209,13 +204,12 @@ def test_errors_are_those_of_pytorchs_own_attention(groups, R, G, D, dtype):
             assert relative_error(a, c) <= 2 * relative_error(b, c)
     assert all(map(torch.equal, run(attend, its, x, dy, H), (y, dx)))
     for i in range(len(groups)):
-        own, others = of_group(groups, i), (torch.full_like(x, torch.nan), torch.full_like(dy, torch.nan))
+        first, end = (sum(prompt + sum(lengths) for prompt, lengths in groups[:n]) for n in (i, i + 1))
+        own, others = slice(first, end), (torch.full_like(x, torch.nan), torch.full_like(dy, torch.nan))
         others[0][:, own], others[1][:, :, own] = x[:, own], dy[:, :, own]
         y_again, dx_again = run(attend, its, *others, H)
         assert y_again[:, :, own].equal(y[:, :, own]) and dx_again[:, own].equal(dx[:, own])
 
-
-# Ahead of time, for devices that are not here.
 
 FORWARD = dict(dy=None, dq=None, delta=None)
 KERNELS = [("queries_kernel", FORWARD), ("queries_kernel", {}), ("keys_kernel", {}), ("sum_kernel", {})]

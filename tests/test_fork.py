@@ -23,16 +23,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 RATES = "same", "learning_rate=0.01"
 
 
-def uneven(prompts, completions, **columns):
-    """A reward that even an untrained model earns unevenly."""
-    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A run of four iterations with the checkpoints 2, 3 and 4."""
     folder = tmp_path_factory.mktemp("made")
-    changes = dict(save_interval=1, save_total_limit=3, seed=3, reward_funcs=[f"{__name__}:uneven"])
+    changes = dict(save_interval=1, save_total_limit=3, seed=3, reward_funcs=["helpers.tasks:letters"])
     sft, settings = tiny(folder, device="cpu", **changes)
     train_sft.main(prepare(dataclasses.replace(sft, device="cpu", eval_prompts=0)))
     prepared = prepare(dataclasses.replace(settings, eval_interval=4, on_iteration="builtins:bool"))

@@ -16,7 +16,7 @@ from batch import Cut, Sequences
 from helpers.commands import python
 from helpers.models import DEVICE, make_flat_model, make_model, tensor_bytes
 from helpers.rollouts import gradient, never_stop, some_rollouts
-from helpers.runs import tiny, trained, weights
+from helpers.runs import reward_that_draws, tiny, trained, weights
 from loss import policy_loss
 from runs.checkpoint import newest
 from runs.log import read_log
@@ -129,12 +129,7 @@ def test_entropies_stand_at_their_tokens():
 
 
 def run(settings):
-    """grpo.main with a reward that even an untrained model earns unevenly, and that draws from torch's generator."""
-
-    def uneven(prompts, completions, **columns):
-        return [sum(map(ord, c)) % 7 / 7 + float(torch.rand(())) for c in completions]
-
-    trained(settings, uneven)
+    trained(settings, reward_that_draws)
 
 
 LOGGED = """iter reward_mean reward_std frac_reward_zero_std loss kl entropy clip_fraction grad_norm learning_rate completion_length_mean

@@ -34,8 +34,6 @@ def task(tmp_path_factory):
     return task_of(written(tmp_path_factory.mktemp("gsm8k"), [*LINES, *map(made_up, range(1200))]))
 
 
-# Which text is which number
-
 SPELLINGS = {  # as the answer after a marker, and as the last number of a text
     "42": "42", "42.50": "42.5", ".5": "0.5", "\u221242": "-42", "-0.00": "0", "-$1,000.50 a week!": "-1000.5",
     "42 %, 个": "42", "9" * MAX_ANSWER: "9" * MAX_ANSWER,

@@ -144,7 +144,7 @@ ANSWERS = [[1, [2]], {"a": {"b": None}}, True, None, "text", 5, float("inf")]
 
 
 def test_with_reward_functions_an_answer_may_be_anything(tmp_path):
-    """Parquet, too. The task itself scores only if it can score by all answers."""
+    """The task itself scores only if it can score by all answers."""
     rows = [dict(prompt=f"{i}=", answer=ANSWERS[i % len(ANSWERS)]) for i in range(30)]
     path, free = written(tmp_path, rows), dict(reward_funcs=["a:b"])
     answers = [row["answer"] for row in rows]

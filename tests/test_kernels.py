@@ -46,9 +46,6 @@ def only_kernels(request, monkeypatch):
         monkeypatch.setattr(kvcache.torch, "baddbmm", lambda *_: pytest.fail("plain torch ran"))
 
 
-# Values.
-
-
 class Head:
     """What sample_tokens takes of a model: logits are the rows of a matrix."""
 

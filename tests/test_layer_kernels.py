@@ -49,16 +49,6 @@ def rounding(dtype):
     return (1.01 if INTERPRETED and dtype == torch.bfloat16 else 0.51) * torch.finfo(dtype).eps
 
 
-def make_tables(B, T, D, rows):
-    """-> cos, sin (rows, 1, T, D), of other positions in each row."""
-    config = GPTConfig(vocab_size=1, n_head=1, n_embd=D, position="rotary", rope_theta=50.0)
-    positions = torch.stack([torch.arange(T) * (i + 1) + i for i in range(rows)]).to(DEVICE)
-    return [table[positions][:, None] for table in rotary_table(config, 1 + int(positions.max()), DEVICE)]
-
-
-# Rotary.
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "B, T, sizes, D",
@@ -71,7 +61,10 @@ def make_tables(B, T, D, rows):
 def test_rotary_rotates_and_back(B, T, sizes, D, dtype):
     """float16: one table for all rows, else one per row; and heads before tokens, else tokens first."""
     layout = "heads first" if dtype == torch.float16 else "tokens first"
-    tables = make_tables(B, T, D, 1 if dtype == torch.float16 else B)
+    config = GPTConfig(vocab_size=1, n_head=1, n_embd=D, position="rotary", rope_theta=50.0)
+    rows = range(1 if dtype == torch.float16 else B)
+    positions = torch.stack([torch.arange(T) * (i + 1) + i for i in rows]).to(DEVICE)
+    tables = [table[positions][:, None] for table in rotary_table(config, 1 + int(positions.max()), DEVICE)]
     shape = (B, T, sum(sizes), D) if layout == "tokens first" else (B, sum(sizes), T, D)
     leaf = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
     x = (leaf * 1).transpose(1, 2) if layout == "tokens first" else leaf * 1
@@ -91,9 +84,6 @@ def test_rotary_rotates_and_back(B, T, sizes, D, dtype):
     assert_rounded(leaf.grad.transpose(1, 2) if layout == "tokens first" else leaf.grad, exact.grad, dtype)
     if len(sizes) == 3:
         assert parts[2].detach().double().equal(exact.detach().split(sizes, 1)[2])
-
-
-# SwiGLU and GeGLU.
 
 
 @pytest.mark.parametrize("dtype, gelu", [*((each, False) for each in DTYPES), *((each, True) for each in DTYPES[-2:])])
@@ -118,9 +108,6 @@ def test_a_gated_unit_and_its_gradient(shape, dtype, gelu):
     for ours, truth in ((y.detach(), expected.detach()), (leaf.grad, exact.grad)):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), truth, **tolerance)
-
-
-# RMS norm.
 
 
 NORMS = [
@@ -151,24 +138,6 @@ def test_an_rms_norm_and_its_gradients(shape, centered, dtype, monkeypatch):
             ours.double(), truth, rtol=rounding(its) + 1e-6, atol=1e-5 if its != torch.float64 else 1e-13
         )
     assert Norm.apply(x[:, :1], weight, 1e-6, centered).equal(y[:, :1])  # a row does not depend on the others
-
-
-@pytest.mark.parametrize("theirs", ["gemma3.modeling_gemma3.Gemma3RMSNorm", "qwen3.modeling_qwen3.Qwen3RMSNorm"])
-def test_norms_are_those_of_transformers_within_their_rounding(theirs):
-    """Gemma's rounds once, Qwen's before it multiplies, too. In float16 in the interpreter, which cuts to bfloat16."""
-    module, name = theirs.rsplit(".", 1)
-    module = pytest.importorskip(f"transformers.models.{module}")
-    dtype, centered = torch.float16 if INTERPRETED else torch.bfloat16, "Gemma" in name
-    theirs, ours = getattr(module, name)(128, 1e-6), lean.RMSNorm(128, 1e-6, centered)
-    theirs.weight.data.normal_()
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 6, 4, 128, device=DEVICE).to(dtype)
-    y, expected = (norm.to(DEVICE, dtype)(x) for norm in (ours, theirs))
-    torch.testing.assert_close(y, expected, rtol=(1 if centered else 2) * torch.finfo(dtype).eps, atol=1e-6)
-    assert not centered or (y == expected).float().mean() > 0.999
-
-
-# NF4.
 
 
 def nf4_matrix(rows, columns):
@@ -296,9 +265,6 @@ def test_few_rows_without_gradients_take_the_product(monkeypatch):
             taken.clear()
 
 
-# Residual adds.
-
-
 @pytest.mark.parametrize("shape, checkpoint_blocks", [("gpt2", "none"), ("llama", "none"), ("llama", "block")])
 def test_products_that_add_are_the_model_that_adds(shape, checkpoint_blocks, monkeypatch):
     """gpt2 has biases, for which they do not add; half of llama's do."""
@@ -358,9 +324,6 @@ def test_adapters_add_to_products_that_add(autocast, monkeypatch):
         torch.testing.assert_close(adapted(tokens), hidden, rtol=0.1, atol=0.1 if dtype == torch.bfloat16 else 0.02)
 
 
-# What is kept for backward.
-
-
 def planned_forward(kind, dtype, autocast=False, **changes):
     """A model without data -> (its config, bytes kept for backward, names of all ops)."""
     shape = LLAMA | dict(vocab_size=8, n_head=6, n_kv_head=2, n_embd=96, proj_bias=False) | changes
@@ -398,9 +361,6 @@ def test_norms_of_heads_cost_their_outputs_alone_under_autocast():
     assert kept[True] - kept[False] == BT * heads * 2 * D
     # In float32 keys and values are repeated.
     assert planned_forward("cuda", "float32", n_layer=1)[2].count("clone") == 2
-
-
-# Ahead of time, for devices that are not here.
 
 
 @ahead_of_time

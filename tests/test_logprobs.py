@@ -32,9 +32,6 @@ def make_head(M, C, V, dtype=torch.float64, seed=0):
     return hidden, weight, targets, torch.randn(M, generator=generator).to(DEVICE, dtype)
 
 
-# Values and gradients.
-
-
 NAMES = "M, V, n_vocab, temperature, dtype"
 CASES = [(0, 67, 67, 1.0, F32), (1, 1, 1, 0.7, F32), (9, 67, 67, 1.0, F64), (13, 80, 67, 0.7, F32)]
 CASES += [(7, 80, 67, 0.7, BF16), (5, 128, 128, 1.0, F16), (3, 5008, 5000, 1.0, F16)]
@@ -224,9 +221,6 @@ def test_bfloat16_products(autocast):
         assert float((ours.grad - truth.grad).abs().max()) > worst / 10  # bfloat16 it was
         assert_near(ours.grad, truth.grad, 1.5 * worst)
         assert_near(other, truth.grad, 1.5 * worst)
-
-
-# Memory: what is saved, what is alive.
 
 
 def head_loss_backward(hidden, weight, targets, **options):

@@ -69,16 +69,13 @@ def test_off_is_the_model_that_was_there_bit_for_bit(shape, dtype, tokens):
     assert not torch.equal(logits_of(model, tokens), before)  # on again, also after an error
 
 
-def adapters_of(*matrices):
-    return {f"blocks.{i}.{matrix}.lora_{letter}" for i in range(2) for matrix in matrices for letter in "AB"}
-
-
 def test_a_run_moves_adapters_alone_and_keeps_them_alone(sft, tmp_path, varied_rewards):
     log = run_grpo(sft, tmp_path / "run", *LORA, "--reward_funcs=lora_rewards:varied", "--max_iters=3")
     assert log[0]["kl"] == 0 and log[-1]["kl"] > 0 and all(record["grad_norm"] > 0 for record in log)
     path = newest(tmp_path / "run")
     weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-    names = adapters_of("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
+    matrices = "attention.qkv", "attention.proj", "mlp.up", "mlp.down"
+    names = {f"blocks.{i}.{matrix}.lora_{letter}" for i in range(2) for matrix in matrices for letter in "AB"}
     assert set(weights) == names
     assert set(moments) == {f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
     run, base = load_run(tmp_path / "run"), load_run(sft)

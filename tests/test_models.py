@@ -39,14 +39,6 @@ def folder(tmp_path_factory):
     return make_chat_model(tmp_path_factory.mktemp("models") / "qwen")
 
 
-@pytest.fixture
-def rewards(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    text = "def short(prompts, completions, **columns):\n    texts = [completion[0]['content'] for completion in completions]\n"
-    text += "    return [float(len(text)) + len(set(text)) for text in texts]\n"
-    (tmp_path / "model_rewards.py").write_text(text)
-
-
 def run(cls, *words):
     settings, given, _ = read_settings(cls, words)
     (grpo if cls is GRPOSettings else train_sft).main(prepare(settings, given))
@@ -55,11 +47,11 @@ def run(cls, *words):
 
 def gsm8k(folder, out, *words):
     data = [f"--data_file={HERE}/gsm8k_sample.jsonl", "--test_file=", f"--init_from={folder}", f"--out_dir={out}"]
-    more = ["--save_interval=1", "--learning_rate=0.01", "--max_iters=2", "--reward_funcs=model_rewards:short"]
+    more = ["--save_interval=1", "--learning_rate=0.01", "--max_iters=2", "--reward_funcs=lora_rewards:varied"]
     return run(GRPOSettings, "config/grpo_gsm8k.py", *SMALL, *data, *more, *words)
 
 
-def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, rewards):
+def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, varied_rewards):
     log = gsm8k(folder, tmp_path / "run", "--beta=0.1")
     assert [record["iter"] for record in log] == [0, 1] and all(record["grad_norm"] > 0 for record in log)
     assert log[0]["kl"] == pytest.approx(0, abs=1e-7) and log[1]["kl"] > 1e-5  # the reference is the folder's weights
@@ -74,7 +66,7 @@ def test_the_config_for_gsm8k_on_a_folder_with_a_reference(folder, tmp_path, rew
     assert loaded.tokenizer.encode_prompt([{"role": "user", "content": "é"}])[:2] == [257, ord("u")]
 
 
-def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, tmp_path, rewards, monkeypatch):
+def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, tmp_path, varied_rewards, monkeypatch):
     """The model has 272 rows and the tokenizer 259 ids; 258 and 256 end a completion."""
     rounds = []
 
@@ -94,7 +86,7 @@ def test_only_ids_of_the_tokenizer_are_sampled_and_any_stop_token_ends(folder, t
     assert (rollouts.completion_lengths[~rollouts.stopped] == T).all()
 
 
-def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
+def test_settings_have_the_models_shape(folder, tmp_path, varied_rewards, capsys):
     """Not the defaults of the options. The run goes on from a checkpoint, which has them too."""
     expected = {name: QWEN[name] for name in QWEN if name != "norm_eps"}
     for words, block_size in (["--max_iters=1"], 32768), (["--resume=auto", "--block_size=4096"], 4096):
@@ -107,7 +99,7 @@ def test_settings_have_the_models_shape(folder, tmp_path, rewards, capsys):
     assert "resumed after 1 iterations\n" in capsys.readouterr().out
 
 
-def test_out_again_to_transformers(folder, tmp_path, rewards):
+def test_out_again_to_transformers(folder, tmp_path, varied_rewards):
     """Of a run with adapters, which are merged."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
     gsm8k(folder, tmp_path / "run", "--lora_rank=4")

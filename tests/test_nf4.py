@@ -41,9 +41,6 @@ from training import frozen
 FIELDS = Quantized._fields
 
 
-# The format
-
-
 def values_of(q, shape, dtype=torch.float32):
     matrix = NF4(shape, "cpu")
     matrix.parts[0] = q
@@ -122,9 +119,6 @@ def test_a_matrix_of_several_parts():
         matrix.copy_(part, start)
     expected = torch.cat([values_of(quantize(part), part.shape) for part in parts])
     assert torch.equal(matrix.dequantized(torch.float32), expected) and matrix.numel() == 32 * 48
-
-
-# The layer
 
 
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
@@ -237,8 +231,6 @@ def test_a_whole_model_is_never_there_at_once(tmp_path, monkeypatch):
         after, peak = meter.figures()["current"], meter.figures()["peak"]
     assert after < 0.35 * whole and peak < after + 5 * largest < whole
 
-
-# In a run
 
 LORA = ["--lora_rank=4", "--lora_alpha=8", "--base_dtype=nf4"]
 HALF = ["--dtype=bfloat16", "--param_dtype=bfloat16"]

@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+from functools import wraps
 from pathlib import Path
 from threading import Thread
 
@@ -20,16 +21,6 @@ from helpers.runs import PROMPTS, SMALL, refused, weights
 from runs.checkpoint import newest
 from runs.log import read_log
 from training.notebook import write_prompts
-
-
-def renamed(function):
-    """-> another function of the same name, which gives 1 more."""
-
-    def other(**columns):
-        return [1 + value for value in function(**columns)]
-
-    other.__name__, other.__module__ = function.__name__, function.__module__
-    return other
 
 
 def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
@@ -52,7 +43,8 @@ def test_prompts_and_functions_of_a_cell(tmp_path, capsys):
     assert scores["pass_at_1"] <= 1 and "  pass_at_1" in capsys.readouterr().out
     data = json.loads((tmp_path / "run/settings.json").read_text())["data_file"]
     assert [json.loads(line) for line in Path(data).read_text().splitlines()] == PROMPTS
-    again = grpo.train(resume=run.folder, reward_funcs=[short, renamed(short)], max_iters=3)
+    more = wraps(short)(lambda **columns: [1 + value for value in short(**columns)])  # of the same name
+    again = grpo.train(resume=run.folder, reward_funcs=[short, more], max_iters=3)
     assert len(again.log) == 3
     assert again.log[2]["reward/short.1"] == pytest.approx(again.log[2]["reward/short.0"] + 1)
     for wrong, message in (

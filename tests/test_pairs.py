@@ -30,9 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["--task=addition", "--digits=1", "--max_new_tokens=12", "--device=cpu"]
 
 
-# Is B better?
-
-
 def test_signs_of_ones_are_mcnemars_test():
     for up, down in [*product(range(8), range(8)), (400, 350), (1000, 0)]:
         expected = binomtest(up, up + down, 0.5).pvalue if up + down else 1
@@ -123,9 +120,6 @@ def test_the_verdict_is_about_sampled_answers_if_there_are_any():
     assert verdict(figures)[-1] == "B is worse: sampled right, p = 0.0039"
     assert verdict(comparison(ours[:9], theirs[:9]))[-1] == "B is better: greedy right, p = 0.0039"
     assert verdict(comparison(ours, ours))[-1] == "no difference to see: sampled right, p = 1"
-
-
-# The command
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from snug.device import host
 from snug.device.host import HOST
 from snug.device.kinds import MIB
 from snug.memory import fit as memory_fit
-from snug.memory import plan as planning
 from snug.memory.fit import Room, apply, fit, ladder, room_for, show
 from snug.memory.plan import GIB, Plan, plan
 from snug.options import SnugError, read_settings
@@ -121,22 +119,6 @@ def test_a_plan_bounds_a_ragged_run(changes, lengths, least, tmp_path, monkeypat
     assert least * planned_peak < measured < 1.02 * planned_peak
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["all on the host", "importance, refilled"])
-def test_a_deep_models_plan_is_that_of_all_its_blocks(name, tmp_path, monkeypatch):
-    """To the byte, in every phase and component."""
-    prepared, settings = prepared_run(tmp_path, **(CONFIGS | RARE)[name] | dict(n_layer=5))
-    settings.device = "cuda"
-    shallow = plan(dry_run(prepared), settings)
-    monkeypatch.setattr(planning, "depths_of", lambda depth, period: [depth])
-    whole = plan(dry_run(prepared), settings)
-    for name, (peak, parts) in whole.phases.items():
-        assert shallow.phases[name][0] == peak
-        assert +Counter(shallow.phases[name][1]) == +Counter(parts)  # without zeros
-    assert shallow.host == whole.host and shallow.line() == whole.line()
-    assert shallow.biggest[0][0] == whole.biggest[0][0]
-
-
 def test_the_plan_of_sft(tmp_path):
     changes = dict(batch_size=16, out_dir=str(tmp_path), max_tokens_per_micro_batch=100, checkpoint_blocks="block")
     settings = SFTSettings(**COMMON | BF16 | changes)
@@ -152,9 +134,6 @@ def test_a_gpus_plan_is_in_bfloat16_and_a_cpus_in_float32(capsys, monkeypatch):
         words = ["config/grpo_small.py", "--plan", f"--device={device}"]
         grpo.main(prepare(*read_settings(GRPOSettings, words)[:2]))
         assert f"planned in {dtype}\n" in capsys.readouterr().out
-
-
-# What fits.
 
 
 def made_up_plan(dry_run, settings):

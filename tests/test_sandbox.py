@@ -262,9 +262,6 @@ def test_each_layer_that_is_missing_is_named_once():
     assert done.stdout == "1\n" and done.returncode == 0
 
 
-# Results and requests
-
-
 @pytest.mark.parametrize(
     "kind, text, value, error",
     [
@@ -386,6 +383,3 @@ def test_what_cannot_start_or_confine_is_an_error(monkeypatch):
     monkeypatch.setattr(sandbox.sys, "executable", "/no/such/python")
     with evil() as box, pytest.raises(SandboxError, match="the sandbox does not start"):
         box.call("echo", [[1]])
-
-
-# The filter

@@ -39,9 +39,6 @@ def words(groups):
     return [[a[0] == b[0] and b[1] in (0, a[1]) and j <= i for j, b in enumerate(row)] for i, a in enumerate(row)]
 
 
-# Who sees what
-
-
 @given(some_groups)
 def test_the_mask_is_what_the_words_say(groups):
     assert Segments(groups).mask().tolist() == words(groups)
@@ -91,9 +88,6 @@ def test_batches_have_each_segment_once_and_few_others(groups, alone, similar):
         n, longest = batch.shape
         assert n == 1 or longest <= alone
         assert len(batch.padding) <= (1 - similar) * n * longest
-
-
-# Attention
 
 
 def test_on_mps_no_group_has_the_scores_of_another():

@@ -41,9 +41,6 @@ def config(tmp_path, text):
     return str(path)
 
 
-# The options themselves
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 def test_defaults_go_through_a_config_and_the_command_line(cls, tmp_path):
     assert read_settings(cls, [], positional="folder") == (cls(), set(), "")
@@ -67,8 +64,6 @@ def test_every_option_is_read_somewhere():
     unread = {name for _, name in EVERY_OPTION} - read
     assert not unread, f"options that nothing reads: {', '.join(sorted(unread))}"
 
-
-# Wrong values
 
 WRONG = {  # of a type: values of other types
     bool: [None, 1, "true", [True]], int: [None, True, 2.5, "3", [3]], float: [None, True, "2.5", [2.5], 1j],
@@ -167,9 +162,6 @@ def test_other_words_for_values_are_answered():
     assert read_value(SampleSettings, "prompt", "bf16") == "bf16"  # text is text
 
 
-# The command line
-
-
 def test_ways_to_write_a_value():
     def read(cls, *words):
         return read_settings(cls, words)[0]
@@ -257,9 +249,6 @@ def test_help_shows_the_usual_options_by_topic_in_80_columns(cls, capsys, monkey
     assert out.startswith("usage: python grpo.py [run] [--name=value ...]\n")
 
 
-# Configs are data
-
-
 def test_a_config_is_assignments_of_literals(tmp_path):
     text = """
 '''Why these.'''
@@ -305,9 +294,6 @@ def test_a_config_is_never_executed(tmp_path, monkeypatch, line):
     Path("config.py").write_bytes(line.encode(errors="surrogateescape") + b"\n")
     assert "config.py" in refused(read_config, GRPOSettings, "config.py")
     assert not Path("touched").exists()
-
-
-# Combinations
 
 
 REFUSED = {

@@ -21,9 +21,8 @@ import pytest
 from huggingface_hub import constants
 from torch.distributed.run import get_args_parser
 
-import helpers.commands
 from helpers import HOME
-from helpers.commands import CONFIGS, block_with, command_of, commands_in, docstring_of, tidy, values_of
+from helpers.commands import CONFIGS, block_with, command_of, commands_in, docstring_of, shrunk, tidy, values_of
 from helpers.files import source_files
 from helpers.hub import put
 from helpers.models import make_chat_model
@@ -54,8 +53,6 @@ NOT_RUN = {  # what a command begins with: why it does not run here. Its file an
     "make ": "installs packages; what it runs afterwards is here",
 }  # fmt: skip
 GONE = {"python tests/kill.py --kills=200 --seed=12": "of an old commit, and the text says so"}
-
-# The command lines of the texts
 
 
 def found_commands():
@@ -110,9 +107,10 @@ MODULES = {  # the user's: where the texts have them
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
-    for name in ("models", "data/gsm8k", "data/math", "hub"):
+    for name in ("config", "models", "data/gsm8k", "data/math", "hub"):
         (folder / name).mkdir(parents=True)
-    helpers.commands.write_shrunk_configs(folder)
+    for config in CONFIGS:
+        (folder / "config" / config.name).write_text(shrunk(config))
     model = make_chat_model(folder / "models/smollm2-135m-instruct", HERMES, brief=True)
     for name in ON_HUB:
         put(folder / "hub", model, "a" * 40, name)
@@ -206,9 +204,6 @@ def need(place, monkeypatch):
         return
     assert run(f"{maker} --out_dir={folder}", monkeypatch) == 0, maker
     shutil.copytree("out", f"made/{folder}")
-
-
-# Everything runs
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)

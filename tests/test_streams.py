@@ -35,9 +35,6 @@ CPU = torch.device("cpu")
 both = pytest.mark.parametrize("kind_of_streams", [fake_streams] + [nullcontext] * torch.cuda.is_available())
 
 
-# A reference on the host
-
-
 said = []
 
 
@@ -137,9 +134,6 @@ def test_streamed_weights_take_larger_micro_batches():
     frozen.reference_logprobs(training, rollouts, cut)
     assert all(60 < T <= 80 for T in seen[:-1])
     assert sum(seen) == sum(cut.prompt_lengths) + sum(cut.completion_lengths) - 12
-
-
-# Pinned memory
 
 
 @pytest.mark.parametrize("held", ["by its name", "by a view", "by autograd"])

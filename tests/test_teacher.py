@@ -11,6 +11,7 @@ import grpo
 import train_sft
 from batch import Cut
 from helpers.errors import assert_refused
+from helpers.kernels import BF16, F16, F32, F64
 from helpers.models import DEVICE, add_adapters, make_flat_model, make_model
 from helpers.rollouts import BUDGETS, K, assert_same_gradient, gradient, make_rollouts
 from helpers.runs import figures, refused, trained
@@ -26,8 +27,6 @@ from snug.memory.ledger import LiveBytes
 from snug.options import SnugError
 from snug.pretrained.tensors import save_pretrained
 from training import frozen
-
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def slowly(logits, teacher_logits, temperature=1.0):
@@ -114,9 +113,6 @@ def test_an_exact_divergence_is_weighed_as_the_loss_weighs_tokens(loss_type):
     weights |= {"micro-batch": [1 / 9] * 9, "sum": [1 / 4] * 9}
     assert apart.grad.tolist() == pytest.approx([0.3 * weight for weight in weights[LOSSES[loss_type].average]])
     assert float(metrics["divergence"]) == pytest.approx(float(apart.sum()) / 20)
-
-
-# The gradient of a step
 
 
 def oracle(model, teacher, rollouts, options):
@@ -214,9 +210,6 @@ def test_a_teacher_beside_every_kind_of_loss(name, options):
         assert_same_gradient(gradient(model, rollouts, Cut(rollouts, 0, budget, K), options, teacher=head), expected)
 
 
-# Whole runs
-
-
 RUN = dict(digits=1, device="cpu", eval_prompts=8, batch_size=4, save_interval=1, max_iters=2, n_layer=2, n_embd=32)
 RUN |= dict(block_size=40, max_new_tokens=12, group_size=4, max_tokens_per_micro_batch=60)
 WIDE = dict(n_layer=3, n_embd=48, norm="rmsnorm", position="rotary", mlp="swiglu", tie_embeddings=False, n_kv_head=2)
@@ -286,9 +279,6 @@ def test_reward_coef_0_leaves_the_teacher(places, tmp_path):
         mean = read_log(tmp_path / f"{name}{coef}")[0]["reward_mean"]
         assert mean == (0.5 if name == "differ" else 0)
     assert weights["differ", 0.0] == weights["same", 1.0] != weights["differ", 1.0]
-
-
-# What is refused
 
 
 def test_other_vocabularies_are_refused(places, tmp_path):

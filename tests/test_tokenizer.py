@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from helpers import tokenizers as made
 from helpers.errors import assert_refused, refusal
-from helpers.tokenizers import FAMILIES, HERMES, SPELLED, STOP, TOOLED, added, folder_of, texts, tool, tooled, user
+from helpers.tokenizers import FAMILIES, HERMES, SPELLED, STOP, TOOLED, added, folder_of, texts, tool, user
 from snug.options import SnugError
 from snug.tokenizer import DATE, END_OF_TEXT, FILES, get_tokenizer
 
@@ -383,10 +383,11 @@ SCHEMA = {"type": "function", "function": SCHEMA}
 @pytest.mark.parametrize("name", TOOLED)
 def test_turns_and_replies_are_the_ids_of_the_whole_conversation(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    folder, ours = tooled(tmp_path, name)
+    family, template, end, form = TOOLED[name]
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template, eos_token=end, bos_token="<s>")
+    ours = get_tokenizer(folder := folder_of(tmp_path, family(), tokenizer_config=config))
     theirs, rng = transformers.AutoTokenizer.from_pretrained(folder), random.Random(7)
-    assert ours.chat.call_form == TOOLED[name][-1]
-    assert ours.stop_tokens == (ours.special[TOOLED[name][2]],)  # as its files say
+    assert ours.chat.call_form == form and ours.stop_tokens == (ours.special[end],)  # as its files say
     for trial in range(30):
         tools = [[SCHEMA], None][trial % 2]
         ours.chat.tools = tools

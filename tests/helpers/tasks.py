@@ -20,6 +20,11 @@ def rewards(task, rows, completions, **more):
     return task.rewards([row["prompt"] for row in rows], completions, **columns, **more)
 
 
+def letters(prompts, completions, **columns):
+    """A reward that even an untrained model earns unevenly."""
+    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
+
+
 def written(tmp_path, rows, name="data.jsonl"):
     path = tmp_path / name
     path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
