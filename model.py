@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from snug.delta import DeltaNet
 from snug.device import cpu
 from snug.kernels.gated import GatedUnit
 from snug.kernels.layers import Embed, Linear, RMSNorm, hold_in_nf4, offloaded
@@ -49,11 +50,12 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         c = self.config = config
-        self.layer = layer
-        self.heads = [c.n_head, c.n_kv_head, c.n_kv_head]
+        self.layer = sum(not c.is_linear(i) for i in range(layer))  # of those with keys
+        queries = c.n_head * (1 + c.attention_gate)  # each head is followed by its gate
+        self.heads = [queries, c.n_kv_head, c.n_kv_head]
         self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_size, bias=c.bias or c.qkv_bias)
         self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.bias or c.proj_bias)
-        q_size, k_size = (heads if c.qk_norm_joint else 1 for heads in self.heads[:2])
+        q_size, k_size = (c.n_head, c.n_kv_head) if c.qk_norm_joint else (1, 1)
         self.q_norm = make_norm(c, q_size * c.head_size) if c.qk_norm else None
         self.k_norm = make_norm(c, k_size * c.head_size) if c.qk_norm else None
 
@@ -64,6 +66,8 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2)
         q, k, v = qkv.split(self.heads, 1)  # (B, heads, T, D)
+        gated = self.config.attention_gate
+        q, gate = (q[:, ::2], q[:, 1::2]) if gated else (q, None)
         decodes = cache is not None and cache.prefill_slots is None
         if self.q_norm is not None:
             q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
@@ -80,6 +84,7 @@ class Attention(nn.Module):
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
             y = attend(q, k, v, mask, self.config.windows[self.layer])
+        y = y * gate.sigmoid() if gated else y
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 
@@ -110,7 +115,8 @@ class Block(nn.Module):
         def norm_if(present):
             return make_norm(config, config.n_embd) if present else None
 
-        self.norm_1, self.attention = norm_if(config.pre_norm), Attention(config, layer)
+        kind = DeltaNet if config.is_linear(layer) else Attention
+        self.norm_1, self.attention = norm_if(config.pre_norm), kind(config, layer)
         self.norm_2, self.mlp = norm_if(config.pre_norm), MLP(config)
         self.post_norm_1, self.post_norm_2 = norm_if(config.post_norm), norm_if(config.post_norm)
 
@@ -134,10 +140,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # | "block" | "selective": what backward computes again (`run_block`)
-        self.checkpoint_blocks = "none"
-        # When checkpointing, keep the blocks' inputs in host memory until backward.
-        self.activation_offload = False
+        self.checkpoint_blocks = "none"  # | "block" | "selective" (`run_block`)
+        self.activation_offload = False  # blocks' inputs wait in host memory for backward
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         learned = config.position == "learned"
         self.position = nn.Embedding(config.block_size, config.n_embd) if learned else None
@@ -145,8 +149,7 @@ class GPT(nn.Module):
         self.norm = make_norm(config, config.n_embd)
         tied = config.tie_embeddings
         self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        # {kind of rope: cos, sin of the positions used so far} (`angles`); not saved
-        self.rotary = {}
+        self.rotary = {}  # {kind of rope: cos, sin of the positions used so far}; not saved
         self.ropes = [config.rope(layer) for layer in range(config.n_layer)]
         self.init_weights()
 
@@ -154,7 +157,7 @@ class GPT(nn.Module):
         """Draw the weights as GPT-2 does: with a deviation of 0.02 at its width of 768, else 0.02 sqrt(768 / width)."""
         std = 0.02 * math.sqrt(768 / self.config.n_embd)
         for name, weight in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(".bias"):
                 nn.init.zeros_(weight)
             elif weight.dim() == 2:
                 # What is added to the residual stream is scaled down, so that the sum does not grow with depth.
@@ -244,7 +247,8 @@ class GPT(nn.Module):
         """x (B, T, C) -> (B, T, C). "block" keeps a block's input for backward, "selective" also attention's output."""
         if self.checkpoint_blocks == "none" or not torch.is_grad_enabled():
             return block(x, rotary, cache, mask, last)
-        if self.checkpoint_blocks == "selective" and isinstance(mask, Segments):
+        packed = isinstance(mask, Segments) and isinstance(block.attention, Attention)
+        if self.checkpoint_blocks == "selective" and packed:
             mask = mask.keeping()
         # There is no dropout, so there is no generator to restore.
         options = dict(use_reentrant=False, preserve_rng_state=False)

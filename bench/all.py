@@ -42,7 +42,7 @@ HOME = Path(__file__).parent.parent
 PACKAGES = "torch triton transformers pytest pytest-xdist trl liger-kernel cut-cross-entropy".split()
 # Of a GPU's kernels, graphs and copies first, then what stands on them.
 TESTS = "trust flash kernels layer_kernels adamw_kernel kvcache draw replay graphs teacher logprobs sample".split()
-TESTS += "model packed batch episodes nf4 lora grpo optimizer streams loss collect ladder memory".split()
+TESTS += "delta_step model packed batch episodes nf4 lora grpo optimizer streams loss collect ladder memory".split()
 TESTS += "checkpoint evaluate guard oom sft models agents probe fork adapters pretrained device saver".split()
 AFTER = "cards sampling logprobs memory sanitizer phases learning".split()  # with --only, and in dry runs
 HOST_OPTIONS = "host reference,activation offload,host optimizer,grad offload"

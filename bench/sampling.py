@@ -9,7 +9,6 @@ the smallest and the largest. On CUDA eager steps and generate are slow and take
 counts sampled tokens, stop tokens included. Left out: a decode step alone, which gpu.py measures.
 """
 
-from dataclasses import asdict
 from importlib.util import find_spec
 
 import torch
@@ -96,7 +95,7 @@ def hugging_face(config, dtype):
 def give_weights(model, peer):
     """Copy our weights into the peer."""
     ours, theirs, config = dict(model.named_parameters()), peer.state_dict(), model.config
-    for entry in entries(asdict(config), peer.config.model_type):
+    for entry in entries(config, peer.config.model_type):
         rows = rows_of(ours[entry.ours], entry)
         theirs[entry.name].copy_(rows.t() if entry.transposed else rows)
 

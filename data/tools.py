@@ -11,10 +11,11 @@ An environment is an object with state, one for each completion: its public meth
 A model writes a call in the form that its chat template writes (Chat.call_form):
 
     hermes  <tool_call>{"name": "calc", "arguments": {"expression": "1+1"}}</tool_call>, any number of them
+    xml     <tool_call><function=calc><parameter=expression>1+1</parameter></function></tool_call>, the same
     llama   {"name": "calc", "parameters": {"expression": "1+1"}}, and nothing else in the turn
     inline  <calc>1+1</calc> at the end of the turn
 
-In hermes and llama a thought has no calls. It begins with <think>, at the start of the turn or at the end of the
+In hermes, xml and llama a thought has no calls. It begins with <think>, at the start of the turn or at the end of the
 prompt, and ends with the last </think>.
 
 Left out: other forms of calls, such as Mistral's; checks of an argument's type, as in TRL. A tool can do whatever
@@ -78,6 +79,7 @@ def methods_of(environment):
 # ----------------------------------------------------------------------------------------------------------------------
 # Calls in text
 
+NO_XML = "a call must be <function=its name>, then <parameter=name>value</parameter> for each argument, </function>"
 UNREADABLE = 'a call must be a JSON object with "name" and "arguments", which must be an object'
 
 
@@ -88,27 +90,28 @@ def parse_calls(text, form, schemas, thinks=False):
     has the name "" and a further key "error", a text for the model. The text is untrusted; the time grows with its
     length. Never raises.
     """
+    tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
     if form == "inline":
-        return parse_inline(text, schemas)
+        return parse_inline(text, tools)
     thought = ""
     if thinks or text.lstrip().startswith("<think>"):
         before, end, text = text.rpartition("</think>")
         thought = before + end
         if not end:  # the thought goes on
             return text.strip(), []
-    if form == "hermes":
+    if form in ("hermes", "xml"):
         pieces = re.split(r"(?s)<tool_call>(.*?)(?:</tool_call>|\Z)", text)
-        return (thought + "".join(pieces[::2])).strip(), list(map(read_call, pieces[1::2]))
+        calls = [read_call(piece, tools if form == "xml" else None) for piece in pieces[1::2]]
+        return (thought + "".join(pieces[::2])).strip(), calls
     call = read_call(text.strip().removeprefix("<|python_tag|>"))
     return ((thought + text).strip(), []) if "error" in call else (thought.strip(), [call])
 
 
-def parse_inline(text, schemas):
+def parse_inline(text, tools):
     """At most one call, the last, because the turn ends where it does."""
     start, _, rest = text.rpartition("</")
     name = rest.partition(">")[0]
     before, tag, argument = start.rpartition(f"<{name}>")
-    tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
     if not tag or name not in tools:
         return text.strip(), []
     call = read_call(f'{{"name": "{name}", "arguments": {argument}}}')
@@ -119,11 +122,33 @@ def parse_inline(text, schemas):
     return before.strip(), [call]
 
 
-def read_call(text: str):
-    """A JSON object with a name and arguments -> a call, or one with an error. A text in it may have raw newlines."""
-    function, problem = dict(name="", arguments={}), dict(error=UNREADABLE)
+def read_function(text, tools):
+    """<function=name> with its parameters -> {"name", "arguments"}. Raises any exception if it is not that.
+
+    A value is JSON, if it can be read and the argument is not a string; else a text, without a newline at both ends.
+    It ends with the first </parameter>, as for vLLM.
+    """
+    name, body = re.fullmatch(r"(?s)\s*<function=([^<>]+)>(.*)</function>\s*", text).groups()
+    arguments = {}
+    properties = tools.get(name, {}).get("properties", {})
+    for parameter in filter(str.strip, body.split("</parameter>")):
+        key, value = re.fullmatch(r"(?s)\s*<parameter=([^<>]+)>\n?(.*?)\n?", parameter).groups()
+        if properties.get(key, {}).get("type") != "string":
+            with suppress(Exception):
+                value = json.loads(value)
+        arguments[key] = value
+    return dict(name=name, arguments=arguments)
+
+
+def read_call(text: str, tools=None):
+    """A JSON object with a name and arguments -> a call, or one with an error. A text in it may have raw newlines.
+
+    tools: {name: parameters}, if the call is XML instead."""
+    function = dict(name="", arguments={})
+    xml = tools is not None
+    problem = dict(error=NO_XML if xml else UNREADABLE)
     with suppress(Exception):
-        value = json.loads(text, strict=False)
+        value = read_function(text, tools) if xml else json.loads(text, strict=False)
         read = dict(
             name=value["name"] + "", arguments={**value.get("arguments", value.get("parameters"))}
         )

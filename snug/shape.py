@@ -1,11 +1,13 @@
 """GPTConfig: what a model has. A family of models is a set of its values (snug/pretrained/shapes.py), not a branch.
 
-Each property works without the others. Left out: soft-capped logits (Gemma 2), linear attention, mixtures of experts.
+Each property works without the others. Left out: soft-capped logits (Gemma 2), mixtures of experts.
 Test: pytest tests/test_model.py tests/test_families.py
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+
+CONVOLUTION = 4  # tokens that a linear layer's convolution sees, the newest included
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,14 @@ class GPTConfig:
     query_scale: float = 1.0  # what queries are multiplied by, beside 1 / the root of head_size
     # > 0: a token sees so many tokens, itself included, except in every full_every-th layer, where it sees all
     sliding_window: int = 0
-    full_every: int = 0  # 0: all layers slide
+    full_every: int = 0  # 0: all layers slide, or all are linear
+    # Heads of keys and queries; > 0: all layers but every full_every-th have a state instead of keys (snug/delta.py)
+    linear_key_heads: int = 0
+    # A key head is shared by linear_value_heads / linear_key_heads of them.
+    linear_value_heads: int = 0
+    # Of a key head. A value head's state is (linear_key_size, linear_value_size).
+    linear_key_size: int = 0
+    linear_value_size: int = 0
     position: str = "learned"  # | "rotary"
     nope_every: int = 0  # > 0: every such layer has no rotary positions (SmolLM3)
     rotary_fraction: float = 1.0  # of a head's numbers, those that turn (Phi-4-mini: 0.75)
@@ -56,6 +65,8 @@ class GPTConfig:
     proj_bias: bool = False  # in attention's output projection (Llama's attention_bias: both)
     qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
     qk_norm_joint: bool = False  # the same of all heads of a token together (OLMo 2)
+    # Each query head has a gate: attention's output times sigmoid(gate) (Qwen3.5). It needs qk_norm.
+    attention_gate: bool = False
     tie_embeddings: bool = True
 
     def __post_init__(self):
@@ -100,17 +111,27 @@ class GPTConfig:
         """How many numbers of a head turn."""
         return int(self.head_size * self.rotary_fraction)
 
+    def is_linear(self, layer: int):
+        return self.linear_key_heads > 0 and not is_every(layer, self.full_every)
+
+    @property
+    def linear_channels(self) -> int:
+        """What a linear layer's convolution runs over: all queries, keys and values of a token."""
+        keys = self.linear_key_heads * self.linear_key_size
+        return 2 * keys + self.linear_value_heads * self.linear_value_size
+
     def slides(self, layer: int):
         return self.sliding_window > 0 and not is_every(layer, self.full_every)
 
     @cached_property
     def windows(self) -> list[int]:
-        """How many tokens a token sees in each layer, itself included; 0: all before it."""
-        return [self.sliding_window * self.slides(layer) for layer in range(self.n_layer)]
+        """How many tokens a token sees in each layer that is not linear, itself included; 0: all before it."""
+        layers = [layer for layer in range(self.n_layer) if not self.is_linear(layer)]
+        return [self.sliding_window * self.slides(layer) for layer in layers]
 
     def rope(self, layer: int):
         """-> "" if the layer has no rotary positions, else "rotary", or "sliding" if its base is rope_sliding_theta."""
-        if self.position != "rotary" or is_every(layer, self.nope_every):
+        if self.position != "rotary" or is_every(layer, self.nope_every) or self.is_linear(layer):
             return ""
         return "sliding" if self.slides(layer) and self.rope_sliding_theta else "rotary"
 

@@ -21,7 +21,7 @@ from snug.decoding.draw import sample_tokens
 from snug.decoding.kvcache import KVCache
 from snug.device.cuda import empty_cache
 from snug.device.processes import ONE_PROCESS
-from snug.kernels import OFF, adamw, gated, layers, rotary, segments, triton
+from snug.kernels import OFF, adamw, delta_step, gated, layers, rotary, segments, triton
 from snug.logprobs import head_logprobs
 from snug.lora import LoRALinear
 from snug.options import described, in_one_line
@@ -55,7 +55,7 @@ def cases(settings, config):
         cache.prompt.copy_(k[:1])
         cache.assign(np.zeros(4, int))
         cache.begin_step(four * 13, 40, False)
-        return torch.cat([cache.attend(layer, q, k, k, angles) for layer in range(config.n_layer)])
+        return torch.cat([cache.attend(layer, q, k, k, angles) for layer in range(len(config.windows))])
 
     def draw(weight):
         weight = 8 * weight  # likely tokens, so that rounding does not draw a neighbour
@@ -73,6 +73,9 @@ def cases(settings, config):
     yield "adamw", step, (4, 5000)
     yield "attention", attention, (1, group + 2, longest + 53, config.head_size)
     yield "decode", decode, q, k
+    if config.is_linear(0):
+        heads = 4, config.linear_value_heads, 1
+        yield "delta", delta, (*heads, config.linear_key_size), (*heads, config.linear_value_size)
     yield "draw", draw, (V, 4)
     yield "rows", rows, (V, 4)
     yield "gated", lambda x: gated.GatedUnit.apply(x, config.mlp == "geglu"), (3, 2 * config.n_hidden)
@@ -88,6 +91,16 @@ def cases(settings, config):
         torch.nn.init.constant_(linear.lora_B, 0.1)
         yield "nf4", linear, (64, C)
         yield "nf4_product", torch.no_grad()(linear.forward), (64, C)
+
+
+@torch.no_grad()
+def delta(k, v):
+    """Three steps of a linear layer: k (n, H, 1, K), v (n, H, 1, V)."""
+    half = torch.full_like(v[..., :1], 0.5, dtype=torch.float32)
+    k = 0.2 * half * k  # at least float32, as a layer's; float64 for the twin
+    v = half * v
+    S = torch.zeros_like(k.mT @ v)
+    return torch.cat([delta_step.step(k, k, v, -half, half, S) for _ in range(3)])
 
 
 @torch.enable_grad()

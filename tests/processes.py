@@ -24,6 +24,8 @@ import torch.distributed.fsdp
 import agents
 import grpo
 import train_sft
+from helpers.models import make_linear_model
+from helpers.tasks import letters
 from runs.prepare import prepare
 from settings import GRPOSettings, SFTSettings
 from snug import options as options_of
@@ -45,6 +47,7 @@ CHECKS = {
     "lora": dict(beta=0.1, init_from="none1/sft", lora_rank=4, optimizer_device="host", max_iters=2),
     "teacher": dict(teacher="none1/sft", divergence="sampled", importance_sampling_level="sequence", max_iters=2),
     "divergence": dict(teacher="none1/sft", divergence="reverse_kl", max_tokens_per_micro_batch=60, max_iters=2),
+    "linear": dict(init_from="none1/linear_model", max_tokens_per_micro_batch=60, max_iters=2),
     "nf4": dict(beta=0.1, init_from="none1/sft", lora_rank=4, base_dtype="nf4", max_iters=2),
     "offload": dict(param_offload=True, beta=0.1, init_from="none1/sft", max_tokens_per_micro_batch=60, max_iters=2),
     "host": dict(
@@ -53,11 +56,6 @@ CHECKS = {
     "dropped": dict(max_iters=2),
     "out of memory": dict(max_tokens_per_micro_batch=80, max_iters=2),
 }  # fmt: skip
-
-
-def letters(prompts, completions, **columns):
-    """Rewards that differ."""
-    return [sum(map(ord, c)) % 7 / 7 for c in completions]
 
 
 def rarely(prompts, completions, **columns):
@@ -96,6 +94,8 @@ def run_check(name, folder, size):
         return grpo.main(prepare(settings))
     if name.startswith("resume"):
         return train(Path(folder).parent, "resume", size, dict(max_iters=int(name[6:])), resume="auto")
+    if name == "linear" and size == 1:
+        make_linear_model(f"{folder}/linear_model")
     if name == "out of memory" and size > 1 and rank == 1:
         out_of_memory_once()
     if name == "dropped" and rank == size - 1:

@@ -19,7 +19,7 @@ import grpo
 import train_sft
 from helpers import HOME
 from helpers.errors import assert_refused, refusal
-from helpers.runs import OPTIMIZERS, figures, reward_that_draws, saved, tiny, trained, weights
+from helpers.runs import HALVED, OPTIMIZERS, figures, reward_that_draws, saved, tiny, trained, weights
 from runs import checkpoint, loading
 from runs.log import read_log
 from runs.prepare import prepare
@@ -99,7 +99,9 @@ def out_of_memory_at(monkeypatch, train, rollout):
     "options, cuts, iters",
     [  # after an evaluation, after an out-of-memory in training, after one in a rollout; after each
         (OPTIMIZERS[3], [2, 4, 5], 6),
+        (HALVED | dict(linear=True, optimizer_device="host"), [4], 5),
         *(pytest.param(options, range(1, 9), 9, marks=pytest.mark.long) for options in OPTIMIZERS),
+        pytest.param(HALVED | dict(linear=True), range(1, 9), 9, marks=pytest.mark.long),
     ],
 )
 def test_a_run_cut_anywhere_resumes_bit_for_bit(tmp_path, monkeypatch, options, cuts, iters):

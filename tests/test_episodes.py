@@ -12,20 +12,18 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 
 import grpo
 from data.episodes import CUT, LONGEST_TOKEN, Episodes, as_text, make_toolbox
 from helpers.episodes import CHATS, call, hermes, sampled, says, tool_of
 from helpers.errors import assert_refused
-from helpers.models import DEVICE, make_flat_model
+from helpers.models import DEVICE, add_adapters, make_flat_model
 from helpers.rollouts import rows_of
 from helpers.tasks import written
 from helpers.tokenizers import HERMES, added, folder_of, qwen_like, tool, user
 from runs.prepare import prepare
 from sample import generate_naive, sample_groups
 from settings import GRPOSettings
-from snug import lora
 from snug.decoding import decode_batch
 from snug.tokenizer import get_tokenizer
 
@@ -62,18 +60,15 @@ CASES = {
     "stop strings": ("llama", dict(is_over=second_five, temperature=0.8), {}),
     "stop strings, few slots": ("llama", dict(is_over=second_five, temperature=0.8), dict(max_batch=7)),
     "LoRA": ("llama", dict(seed=6), dict(max_batch=9)),
+    "states": ("linear", {}, dict(max_batch=5)),
+    "states, stop strings": ("linear", dict(is_over=second_five, temperature=0.8), {}),
 }  # fmt: skip
 
 
 @cache
 def model_of(shape, adapters):
     model = make_flat_model(shape, block_size=LONGEST + 8)
-    if adapters:
-        lora.add(model, rank=2, alpha=8, targets=list(lora.TARGETS))
-        for p in model.parameters():
-            if p.requires_grad:
-                torch.nn.init.normal_(p, std=0.1)
-    return model
+    return add_adapters(model, rank=2) if adapters else model
 
 
 @cache
@@ -364,9 +359,6 @@ def test_a_template_with_another_form_of_calls_is_refused_at_the_start(tmp_path)
         assert Episodes(prepared.toolbox, prepared.tokenizer, [row], 1).episodes[0].form == "inline"
 
 
-# Limits
-
-
 @pytest.mark.parametrize("most, calls", [(1, 0), (2, 1), (3, 2), (0, 3)])
 def test_the_call_of_the_last_turn_is_not_made(most, calls, chats, monkeypatch):
     """max_turns; 0 is no limit."""
@@ -454,9 +446,6 @@ def test_a_reply_without_room_is_not_in_the_messages(chats, monkeypatch):
     cut_off = tokenizer.decode(tokenizer.encode("42, yes.")[:1])
     assert messages == [*whole[:2], assistant(cut_off)] and not rollouts.stopped.any()
     assert rollouts.mask[0].tolist() == [1] * first + [0] * written + [1]
-
-
-# Environments
 
 
 def made_of(reset, **methods):
@@ -562,9 +551,6 @@ def test_a_user_who_answers(form, later, chats, monkeypatch):
     else:
         whole = tokenizer.encode_prompt([*QUESTION, *messages[:-1]]) + says(tokenizer, "c")[0]
         assert rollouts.tokens[0].tolist() == whole
-
-
-# Rewards
 
 
 class Game:

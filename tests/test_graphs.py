@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from helpers.models import make_flat_model
+from helpers.models import add_adapters, make_flat_model
 from helpers.rollouts import assert_naive
 from interpreted import INTERPRETED, in_the_interpreter, long
 from sample import sample_groups
@@ -29,7 +29,7 @@ WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal,
 ON_HOST = {torch.tensor, torch.as_tensor, torch.from_numpy}
 ON_HOST |= {getattr(torch.Tensor, name) for name in ("cpu", "numpy", "tolist", "item", "pin_memory", "__array__")}
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-test_in_the_interpreter = in_the_interpreter(__file__, 3)
+test_in_the_interpreter = in_the_interpreter(__file__, 4)
 
 
 def tensors_in(*values):
@@ -148,15 +148,12 @@ def graphs(monkeypatch):
 
 def model_of(shape, adapters=False, in_nf4=False):
     """A small one whose last 8 ids are padding; adapters: with LoRA on all four matrices, which changes the samples."""
-    heads = dict(n_head=2, n_kv_head=dict(gpt2=2, llama=1)[shape])
-    model = make_flat_model(shape, n_layer=1, n_embd=64 if in_nf4 else 16, vocab_size=24, n_vocab=16, **heads)
+    heads = dict(n_head=2, n_kv_head=2 if shape == "gpt2" else 1)
+    layers = dict(n_layer=2, full_every=2) if shape == "linear" else dict(n_layer=1)
+    model = make_flat_model(shape, **layers, n_embd=64 if in_nf4 else 16, vocab_size=24, n_vocab=16, **heads)
     if in_nf4:
         hold_in_nf4(model, "cpu")
-    if adapters:
-        lora.add(model, rank=2, alpha=8, targets=list(lora.TARGETS))
-        for p in filter(lambda p: p.requires_grad, model.parameters()):
-            torch.nn.init.normal_(p, std=0.3)
-    return model
+    return add_adapters(model, rank=2, std=0.3) if adapters else model
 
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -176,7 +173,15 @@ EPISODES = "llama", 3, 4, True, dict(respond=reply, is_over=lambda ids: ids[-2:]
 
 
 @interpreted
-@pytest.mark.parametrize("shape, k, slots, adapters, options", [long(*EPISODES), ("llama", 1, 2, False, {})])
+@pytest.mark.parametrize(
+    "shape, k, slots, adapters, options",
+    [
+        long(*EPISODES),
+        ("llama", 1, 2, False, {}),
+        ("linear", 2, 3, False, dict(respond=reply)),
+        long("linear", 3, 4, False, EPISODES[4]),
+    ],
+)
 def test_replayed_steps_equal_the_naive_generator(shape, k, slots, adapters, options, graphs):
     model = model_of(shape, adapters)
     rollouts = sampled(model, slots, k, **options)

@@ -160,9 +160,6 @@ def test_code_that_does_not_end(monkeypatch):
     assert call_tool(TOOLS, endless, 60)[0] == "{'error': 'took longer than 0.5 seconds'}"
 
 
-# Calls in text
-
-
 two = tool_of("two", lambda a, b="x": None, a=str, b=str)
 both = tool_of("both", lambda a, b: None, a=str, b=str)
 perhaps = tool_of("perhaps", lambda a="x": None, a=str)
@@ -175,6 +172,14 @@ SCHEMAS += map(schema_of, (two, both, perhaps, number, named))
 # SUM is the right reading. F: the start of an object, up to its arguments.
 SUM, CODE = call("calc", expression="1+1"), call("python", code="a=1\nprint(a)\t#")
 ONE, F, ARGS = hermes("calc", expression="1+1"), '{"name": "calc", "arguments": ', '{"expression": "1+1"}'
+
+
+def xml(name, **arguments):
+    """As Qwen3.5's template writes it."""
+    parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
 READ = [  # form, text, content, calls
     ("hermes", f"{ONE}\n{hermes('f', a=[1, None])} x", "x", [SUM, call("f", a=[1, None])]),
     ("hermes", '<tool_call>{"name": "f", "parameters": {"a": ";"}, "id": 7}</tool_call>', "", [call("f", a=";")]),
@@ -183,6 +188,15 @@ READ = [  # form, text, content, calls
     # Hermes 2 Pro
     ("hermes", f'<tool_call>{{"arguments": {ARGS}, "name": "calc"}}</tool_call>\nDone.', "Done.", [SUM]),
     ("hermes", '<tool_call>{"name": "python", "arguments": {"code": "a=1\nprint(a)\t#"}}</tool_call>', "", [CODE]),
+    (
+        "xml",
+        f"Well.\n\n{xml('search', query='1', top='5', exact='True')}\n{xml('none')}",
+        "Well.",
+        [call("search", query="1", top=5, exact="True"), call("none")],
+    ),
+    ("xml", "<tool_call><function=f><parameter=a>[1]</function>", "", [call("f", a=[1])]),
+    ("xml", xml("python", code="a=1\nprint(a)\t#"), "", [CODE]),
+    ("xml", xml("f", a='[1, {"b": "c"}]', d="<parameter=e>"), "", [call("f", a=[1, dict(b="c")], d="<parameter=e>")]),
     ("llama", ' {"name": "f", "parameters": {"a": "x; y"}}\n', "", [call("f", a="x; y")]),
     ("llama", f'<|python_tag|>{{"type": "function", "name": "calc", "parameters": {ARGS}}}', "", [SUM]),
     ("llama", '{"name": "python", "parameters": {"code": "a=1\nprint(a)\t#"}}', "", [CODE]),
@@ -261,21 +275,38 @@ def test_a_call_that_cannot_be_read_gets_an_answer(block):
         assert bad["error"] == calls[0]["error"]
 
 
+BAD_XML = ["", "calc", "{}", "<function=calc>", "<function=f>x</function>", "<function=>\n</function>"]
+BAD_XML += [
+    f"<function=f>{part}</function>" for part in ("<parameter=a>1</parameter>b", "<parameter=a>NaN</parameter>")
+]
+
+
+@pytest.mark.parametrize("block", BAD_XML)
+def test_xml_that_cannot_be_read_gets_an_answer(block):
+    content, calls = parse_calls(f"a<tool_call>{block}</tool_call>b{xml('calc', expression='1+1')}", "xml", SCHEMAS)
+    assert (content, calls[1]) == ("ab", SUM) and "a call must be <function=" in calls[0]["error"]
+    assert calls[0]["function"] == {"name": "", "arguments": {}}
+
+
 def test_any_text_is_read_at_once():
     """50,000 characters; nothing raises, and the time does not explode."""
     pieces = ["<tool_call>", "</tool_call>", "<calc>", "</calc>", '{"name":', "\ud800", *'{}["\\; :9']
     rng, began = random.Random(2), time.monotonic()
     texts = ["".join(rng.choices(pieces, k=50_000))[:50_000] for _ in range(5)]
-    pieces += ['{"a":', "<tool_call>{", '{"name":"f","arguments":{}};']
+    pieces += [
+        '{"a":',
+        "<tool_call>{",
+        "<tool_call><function=f>",
+        "<parameter=a>",
+        "</function>",
+        '{"name":"f","arguments":{}};',
+    ]
     texts += [(piece * 50_000)[:50_000] for piece in pieces]
     for text in texts:
-        for form in ("hermes", "llama", "inline"):
+        for form in ("hermes", "xml", "llama", "inline"):
             content, calls = parse_calls(text, form, SCHEMAS)
             assert len(content) <= len(text) and all(each["function"].keys() == {"name", "arguments"} for each in calls)
     assert time.monotonic() - began < 10
-
-
-# Bad tools
 
 
 def ok(a, b=0):

@@ -10,7 +10,7 @@ import torch
 
 import grpo
 import training.loop
-from helpers.models import DEVICE, LLAMA
+from helpers.models import DEVICE, LINEAR, LLAMA
 from helpers.pages import page_of
 from helpers.runs import tiny
 from interpreted import INTERPRETED, in_the_interpreter
@@ -22,16 +22,16 @@ from snug.decoding import draw, kvcache
 from snug.device.host import Ledger
 from snug.device.kinds import PlanningMode
 from snug.device.processes import ONE_PROCESS
-from snug.kernels import OFF, adamw, flash, gated, launch, nf4, norm, rotary, uses_triton
+from snug.kernels import OFF, adamw, delta_step, flash, gated, launch, nf4, norm, rotary, uses_triton
 from snug.logprobs import rows
 from snug.options import SnugError
 
 MODULES = dict(adamw=adamw, attention=flash, decode=kvcache, draw=draw, gated=gated, nf4=nf4, nf4_product=nf4)
-MODULES |= dict(norm=norm, rotary=rotary, rows=rows)
+MODULES |= dict(norm=norm, rotary=rotary, rows=rows, delta=delta_step)
 # Windows and layers that see all, heads that are shared, partly rotated, a geglu.
 SHAPE = LLAMA | dict(n_layer=6, full_every=2, sliding_window=20, n_embd=64, mlp="geglu", rotary_fraction=0.5)
 SETTINGS = GRPOSettings(dtype="float32", lora_rank=5, base_dtype="nf4", group_size=3, init_from="x")
-test_kernels_in_the_interpreter = in_the_interpreter(__file__, 41)
+test_kernels_in_the_interpreter = in_the_interpreter(__file__, 45)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 elsewhere = pytest.mark.skipif(INTERPRETED, reason="runs without kernels")
 
@@ -55,10 +55,6 @@ def raises(*_, **__):
     raise RuntimeError("no kernel image\nis available")
 
 
-def writes_nothing(*_, **__):
-    pass
-
-
 def off_by_a_hundredth(kernel, grid, *arguments, **constants):
     tensors = [x for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
     before = [x.clone() for x in tensors]
@@ -74,7 +70,8 @@ def faults_of(gpu, *wanted, dtype="float32"):
     with gpu.context() as patch:
         patch.setattr(trust, "cases", lambda *about: (case for case in cases(*about) if case[0] in wanted))
         torch.use_deterministic_algorithms(True)  # new memory has NaN, not what an earlier case left there
-        faults = trust.try_kernels(replace(SETTINGS, dtype=dtype), SHAPE)
+        shape = LINEAR if "delta" in wanted else SHAPE
+        faults = trust.try_kernels(replace(SETTINGS, dtype=dtype), shape)
         torch.use_deterministic_algorithms(False)
     return faults
 
@@ -84,7 +81,7 @@ def faults_of(gpu, *wanted, dtype="float32"):
 @pytest.mark.parametrize(
     "planted, said",
     [(launch, ""), (raises, "RuntimeError: no kernel image is available (Triton needs gcc and python3-dev)"),
-     (writes_nothing, "off by "), (off_by_a_hundredth, "off by ")],
+     (lambda *_, **__: None, "off by "), (off_by_a_hundredth, "off by ")],
 )  # fmt: skip
 def test_what_is_wrong_is_found_and_what_is_right_is_not(kernel, planted, said, gpu):
     launches = []
@@ -118,7 +115,6 @@ def test_this_gpu_has_no_wrong_kernel(dtype, tmp_path, monkeypatch):
     assert trust.try_kernels(replace(SETTINGS, dtype=dtype), SHAPE) == {}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What a run tries, what it says, what it remembers
 
 

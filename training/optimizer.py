@@ -36,11 +36,11 @@ STATE = "exp_avg", "exp_avg_sq", "master"
 
 
 def make_optimizer(model, settings):
-    """AdamW over the parameters that train. As in nanoGPT matrices and embeddings decay, norms and biases do not."""
+    """AdamW over the parameters that train. As in nanoGPT matrices and embeddings decay, all else does not."""
     named = trained(model)
     groups = [
-        {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if p.dim() == 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in named.values() if p.dim() != 2], "weight_decay": 0.0},
     ]
     on_host = set()
     if settings.param_offload:

@@ -106,6 +106,9 @@ class DecodeBatch:
         groups = slots if self.kind == "cpu" else -(-slots // k)  # few slots: small prefills
         self.prompts_at_once = max(1, min(PREFILL_TOKENS[self.kind] // width, groups))
         self.replies_at_once = max(1, REPLY_CONTEXT[self.kind] // self.cache.max_length)
+        # A reply goes on from a state, which must not have read a token behind the turn's stop string.
+        at_once = self.cache.states and is_over and ask
+        self.look_every = 1 if at_once else LOOK_EVERY[self.kind]
         # A graph replays the lengths and addresses that were recorded. In plain torch they change with every step.
         records = cuda_graphs and self.cache.kernel
         self.recorder = Recorder(self.device) if records else None
@@ -131,7 +134,7 @@ class DecodeBatch:
         with phase("sampling", self.N, "completions") as bar:
             before = bar.n
             while self.refill():
-                for _ in range(LOOK_EVERY[self.kind]):
+                for _ in range(self.look_every):
                     # Metering costs time on a CPU, and a step's memory changes slowly: meter every 16th step.
                     with unwatched() if self.steps % 16 else nullcontext():
                         self.step()
@@ -274,6 +277,8 @@ class DecodeBatch:
         self.sequences[slots] = torch.arange(new.start, new.stop, device=self.device)
         self.prompt_length[slots] = self.cache.prompt_lengths[prompt_slots]
         self.t[slots] = 0
+        if states := self.cache.states:
+            states.move(states.first_prompt + prompt_slots, slots)
         self.draw(self.prompt_hidden[prompt_slots], slots)
 
     def step(self):
@@ -288,6 +293,8 @@ class DecodeBatch:
         """Run the model on each slot's latest token, and draw the next."""
         columns = min(self.steps - self.first_start + 1, self.max_new_tokens)
         self.cache.begin_step(self.t, columns, self.same_t)
+        if self.cache.states:
+            self.cache.states.begin(slice(len(self.t)), self.sequences < self.N, 1)
         positions = (self.prompt_length + self.t)[:, None]
         hidden = self.model(self.token[:, None], positions, self.cache)[:, 0]  # (slots, C)
         self.t.add_(1).clamp_(max=self.max_new_tokens - 1)  # idle slots count too
@@ -295,7 +302,8 @@ class DecodeBatch:
 
     def draw(self, hidden, slots):
         """hidden (n, C) of these slots -> write their next tokens into the tables; retire sequences that end here."""
-        sequences, t = self.sequences[slots], self.t[slots]
+        sequences = self.sequences[slots]
+        t = self.t[slots]
         token, logprob = sample_tokens(self.model, hidden, self.u[sequences, t], **self.sampling)
         self.tokens[sequences, t] = token
         self.logprobs[sequences, t] = logprob
@@ -335,7 +343,9 @@ class DecodeBatch:
         readers = max(min(self.k, n - (prompt_slots > 1)), 1)
         others = prompt_slots - 1 - np.arange(n - readers) % max(prompt_slots - 1, 1)
         self.cache.assign(np.concatenate([np.zeros(readers, dtype=np.int64), others]))
-        self.steps, self.first_start, self.same_t = self.max_new_tokens - 1, 0, False
+        self.steps = self.max_new_tokens - 1
+        self.first_start = 0
+        self.same_t = False
         self.forward_step()
         if self.written is not None:
             w, longest = min(n, self.replies_at_once), self.max_new_tokens - 2

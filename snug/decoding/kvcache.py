@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from snug.decoding import attention
+from snug.decoding.states import States
 from snug.device.kinds import upload
 from snug.kernels import LOG2_OF_E, launch, uses_triton
 from snug.kernels.rotary import rotate
@@ -30,8 +31,10 @@ from snug.memory.ledger import component
 class KVCache:
     """Keys and values. G is n_kv_head, H n_head, R = H / G, D head_size.
 
-    prompt        (n_layer, 2, prompt slots, G, T_p, D)   a prompt in each slot, right-padded
-    completions   (n_layer, 2, slots, G, T_c, D)          a completion in each slot
+    prompt        (layers, 2, prompt slots, G, T_p, D)   a prompt in each slot, right-padded
+    completions   (layers, 2, slots, G, T_c, D)          a completion in each slot
+
+    Linear layers are not among these layers: they have `states` (states.py).
 
     Slot s reads prompt slot `prompt_slot[s]` and columns 0 .. t[s] of its completion. Two prompt slots, four slots:
 
@@ -56,9 +59,16 @@ class KVCache:
     ):
         """config: a GPTConfig. prompt_width is T_p, width T_c. About group_size slots read the same prompt."""
 
-        L, G, D = config.n_layer, config.n_kv_head, config.head_size
+        L = len(config.windows)
+        G = config.n_kv_head
+        D = config.head_size
         options = dict(dtype=dtype, device=device)
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.states = None
+        if config.linear_key_heads:
+            self.states = States(config, prompt_slots, slots, **options)
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
         self.completions = torch.empty(L, 2, slots, G, width, D, **options)
         self.cleared = 0  # how many columns of completions are zeroed or written
         self.prompt = torch.zeros(L, 2, prompt_slots, G, prompt_width, D, **options)
@@ -83,6 +93,8 @@ class KVCache:
         self.prefill_slots = upload(prompt_slots, self.device)
         self.ragged |= min(lengths) < self.prompt.shape[4]
         self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
+        if self.states:
+            self.states.begin_prefill(self.prefill_slots, self.prompt_lengths, max(lengths))
 
     def write_prompts(self, layer, k, v):
         """k, v (P, G, T, D) of the prompts, T at most T_p."""
@@ -104,6 +116,8 @@ class KVCache:
                 tensor[: len(kept), :, :width] = tensor[kept, :, :width]
         self.prompt = self.prompt[:, :, : len(prompt_slots)]
         self.prompt_lengths = self.prompt_lengths[prompt_slots]
+        if self.states:
+            self.states.move(slots, slice(len(slots)))
 
     def assign(self, prompt_slot):
         """prompt_slot (n,): the prompt slot that each slot reads; -1: the slot is idle.
@@ -141,7 +155,8 @@ class KVCache:
         self.prompts_in_use = slice(first, first + len(counts))
         self.lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
         # A layer's completions, seen as a matrix with rows of D numbers: the row of each slot's first column.
-        S, T_c = self.completions.shape[2], self.completions.shape[4]
+        S = self.completions.shape[2]
+        T_c = self.completions.shape[4]
         rows = torch.arange(2 * S * G, device=self.device) * T_c
         self.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
 
@@ -171,7 +186,9 @@ class KVCache:
         """t (n,): the column that each slot writes now. columns: at least 1 + the largest t of an active slot.
 
         same_t: t is the same in all active slots, so that no column needs to be hidden."""
-        self.t, self.columns, self.reply = t, columns, None
+        self.t = t
+        self.columns = columns
+        self.reply = None
         if self.kernel:
             return
         self.write_at = (self.first_row + t[:, None]).view(-1)  # (2 * n * G,)
@@ -193,7 +210,8 @@ class KVCache:
         behind it. A token sees its prompt, all earlier columns, and itself. Padding writes into columns behind the
         reply; a step overwrites them before any token sees them. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
-        slots_in_all, width = self.completions.shape[2], self.completions.shape[4]
+        slots_in_all = self.completions.shape[2]
+        width = self.completions.shape[4]
         self.clear(slots_in_all, width)
         t = upload(t, self.device)
         slots = upload(slots, self.device)
@@ -202,6 +220,8 @@ class KVCache:
         columns = (t[:, None] + place).clamp_(max=width - 1)
         prompt_lengths = self.prompt_lengths[prompt_slots]
         self.reply = slots, prompt_slots, columns
+        if self.states:
+            self.states.begin(slots, upload(lengths, self.device), max(lengths))
         self.reply_sees = {
             window: self.sees(window, prompt_lengths, columns, width)[:, None]
             for window in set(self.config.windows)

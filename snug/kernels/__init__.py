@@ -6,6 +6,7 @@ twin runs where no kernel can. Kernels use exp2 and log2, because the hardware h
 stores takes the tensor's type.
 
 gated, norm, rotary, adamw: one operation each. segments, flash: attention of packed groups. nf4: matrices in 4 bits.
+delta_step: a decode step of a linear layer.
 layers: linear layers, norm and embedding made of these and of plain torch; it has no kernel of its own.
 
 Left out: the kernels of log-probs (snug/logprobs/rows.py), decode attention and drawing (decoding/).

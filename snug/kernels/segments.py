@@ -14,6 +14,7 @@ A window limits how many tokens a token sees, itself included.
 Left out: prompts that share a beginning, and decoding (snug/decoding/attention.py). Test: pytest tests/test_segments.py
 """
 
+import math
 from copy import copy
 from functools import cached_property
 
@@ -22,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from snug.device.kinds import kind_of
+from snug.device.kinds import kind_of, upload
 from snug.kernels import flash, uses_triton
 from snug.kernels.flash import TILE
+from snug.shape import CONVOLUTION
 
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -48,7 +50,7 @@ class Segments:
     def __init__(self, groups: list[tuple[int, list[int]]], device="cpu"):
         """groups: (length of the prompt, [lengths of its completions, perhaps 0]). A prompt has at least one token."""
         self.groups = []
-        lengths = []
+        lengths, prompts = [], []
         end = 0
         for prompt, completions in groups:
             if len(completions) == 1:
@@ -56,6 +58,7 @@ class Segments:
             begin, middle = end, end + prompt
             end = middle + sum(completions)
             self.groups.append((begin, middle, end))
+            prompts += [len(lengths)] * (1 + len(completions))
             lengths += [prompt, *completions]
         # The prompt and the completions of each group that has both apart.
         self.parts = [
@@ -64,6 +67,7 @@ class Segments:
             if middle < end
         ]
         self.lengths = np.array(lengths)
+        self.prompt = np.array(prompts)  # of each segment; a prompt's is itself
         self.begins = self.lengths.cumsum() - self.lengths
         self.start = self.begins.repeat(self.lengths)  # (T,): where each token's segment begins
         # The most tokens that one token sees, itself included.
@@ -113,20 +117,48 @@ class Segments:
     @cached_property
     def batches(self) -> list["Batch"]:
         """The segments in batches of about the same length."""
-        order = np.argsort(-self.lengths, kind="stable")[: np.count_nonzero(self.lengths)]
         batches = []
-        while len(order):
-            longest = self.lengths[order[0]]
-            n = 1
-            if longest <= ALONE:
-                n = np.count_nonzero(self.lengths[order] >= SIMILAR * longest)
-            similar, order = order[:n], order[n:]
+        for similar in similar_ones(self.lengths, self.lengths > 0, ALONE):
+            n = len(similar)
+            longest = self.lengths[similar[0]]
             gaps = np.flatnonzero(np.diff(self.begins[similar]) != longest) + 1
             alike = self.lengths[similar[-1]] == longest
             neighbours = alike and MANY * (len(gaps) + 1) <= n
             for numbers in np.split(similar, gaps) if neighbours else [similar]:
-                batches.append(Batch(self.begins[numbers], self.lengths[numbers]))
+                batches.append(Batch(self, numbers))
         return batches
+
+    @cached_property
+    def turns(self):
+        """-> [(Batch, rows) of the prompts], [... of the completions], for layers with a state (snug/delta.py).
+
+        rows (n,): which of the states at the prompts' ends, in the order of their batches, each segment begins with.
+        Prompts have 0 there: they begin with the state 0."""
+        follows = self.prompt != np.arange(len(self.prompt))
+        row = np.zeros(len(follows), dtype=np.int64)
+        turns = []
+        for chosen in (~follows, follows & (self.lengths > 0)):
+            turn = []
+            ended = []
+            for batch in similar_ones(self.lengths, chosen):
+                turn.append((Batch(self, batch), upload(row[self.prompt[batch]], self.device)))
+                ended.extend(batch)
+            row[ended] = range(len(ended))
+            turns.append(turn)
+        return turns
+
+    @cached_property
+    def earlier(self) -> torch.Tensor:
+        """(CONVOLUTION, T): the places in the row of the tokens that a token's convolution sees; T if there is none.
+        A completion's first tokens see the end of their prompt."""
+        T = len(self.start)
+        ends = self.begins + self.lengths
+        begin = self.begins[self.prompt].repeat(self.lengths)
+        behind = ends[self.prompt].repeat(self.lengths)
+        place = np.arange(T) - np.arange(CONVOLUTION)[::-1, None]
+        jump = np.where(begin < self.start, behind - self.start, 0)
+        place += np.where(place < self.start, jump, 0)
+        return upload(np.where(place < begin, T, place), self.device)
 
     def keeping(self):
         """-> a copy that keeps what `attend` computes first, and returns it when a checkpointed block runs again."""
@@ -141,8 +173,11 @@ class Batch:
     Neighbours of the same length are a view of the row.
     """
 
-    def __init__(self, begins, lengths):
-        n, longest = len(begins), int(lengths.max())
+    def __init__(self, segments, numbers):
+        begins = segments.begins[numbers]
+        lengths = segments.lengths[numbers]
+        n = len(begins)
+        longest = int(lengths.max())
         self.shape = n, longest
         begin = int(begins[0])
         self.slice = None
@@ -151,16 +186,18 @@ class Batch:
         column = np.arange(longest)
         index = begins[:, None] + np.minimum(column, lengths[:, None] - 1)  # (n, L)
         real = (column < lengths[:, None]).ravel()
-        self.index = torch.from_numpy(index.ravel())  # (n * L,), padding repeats a segment's last token
-        self.real = torch.from_numpy(np.flatnonzero(real))
-        self.padding = torch.from_numpy(np.flatnonzero(~real))
+        tables = index.ravel(), np.flatnonzero(real), np.flatnonzero(~real)
+        # index: (n * L,)
+        self.index, self.real, self.padding = (upload(x, segments.device) for x in tables)
         self.tokens = self.index[self.real]
 
     def take(self, x):
-        """x (1, H, T, D) or (1, H, T) -> (n, H, L, D) or (n, H, L)."""
+        """x (1, H, T, D) or (1, H, T) -> (n, H, L, D) or (n, H, L). Padding is 0."""
         if self.slice:
             return x[0, :, self.slice].unflatten(1, self.shape).transpose(0, 1)
-        return x[0].transpose(0, 1)[self.index].unflatten(0, self.shape).transpose(1, 2)
+        x = x[0].transpose(0, 1)[self.index]
+        x[self.padding] = 0
+        return x.unflatten(0, self.shape).transpose(1, 2)
 
     def put(self, x, row):
         """Write x (n, H, L, D) or (n, H, L) back to row (1, H, T, D) or (1, H, T), without the padding."""
@@ -168,6 +205,17 @@ class Batch:
             row[0, :, self.slice].unflatten(1, self.shape).copy_(x.transpose(0, 1))
         else:
             row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
+
+
+def similar_ones(lengths, chosen, alone=math.inf):
+    """Yield numbers of the chosen segments, the longest first, in batches of SIMILAR lengths."""
+    order = np.argsort(-lengths, kind="stable")
+    order = order[chosen[order]]
+    while len(order):
+        longest = lengths[order[0]]
+        n = np.count_nonzero(lengths[order] >= SIMILAR * longest) if longest <= alone else 1
+        yield order[:n]
+        order = order[n:]
 
 
 def in_window(queries, keys, window):
@@ -256,8 +304,6 @@ def backward_torch(dy, q, k, v, y, lse, dq, dk, dv, segments, _):
     """Fill dq (1, H, T, D), dk and dv (1, G, T, D)."""
     for batch in segments.batches:  # every token is in one batch
         inputs = [batch.take(x) for x in (dy, q, k, v, y, lse)]
-        if len(batch.padding):
-            inputs[0].transpose(1, 2).flatten(0, 1)[batch.padding] = 0  # a view: `take` made a copy
         gradients = cpu_attention_backward(*inputs, 0.0, is_causal=True)
         for gradient, row in zip(gradients, (dq, dk, dv), strict=True):
             batch.put(gradient, row)

@@ -51,12 +51,15 @@ def save_adapters(model, folder: str | Path, base: str | Path, settings):
     from safetensors.torch import save_file
 
     base = local_folder(base, weights=False)
-    read, tensors, modules = read_config(base), {}, []
-    for entry in entries(vars(model.config), read["model_type"]):
+    read = read_config(base)
+    tensors = {}
+    modules = []
+    for entry in entries(model.config, read["model_type"]):
         layer = model.get_submodule(entry.ours.rpartition(".")[0])
         if hasattr(layer, "lora_A") and entry.ours.endswith("weight"):
             module = entry.name.removesuffix(".weight")
-            if "text_config" in read:  # transformers' name in a vision-language model
+            # AutoModelForCausalLM reads a Gemma 3 with its eyes, a Qwen3.5 without.
+            if "text_config" in read and read["model_type"] == "gemma3_text":
                 module = module.replace("model.", "model.language_model.", 1)
             modules.append(module)
             for letter, value in (("A", layer.lora_A), ("B", rows_of(layer.lora_B, entry))):

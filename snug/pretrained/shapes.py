@@ -29,6 +29,7 @@ for family in FAMILIES.values():
     family["has"] = LLAMA["has"] | family.get("has", {})
     family["missing"] = LLAMA["missing"] | family.get("missing", {})
     family["may_have"] = {*family.get("may_have", ())}
+NAMES["qwen3_5_text"] = NAMES["llama"] | NAMES["linear"]
 OPTIONAL = set().union(*(family["may_have"] for family in FAMILIES.values()))
 ORIGINAL = "original_max_position_embeddings"
 
@@ -44,8 +45,9 @@ def read_config(folder) -> dict:
     path = Path(folder) / "config.json"
     config = read_object(path)
     c = Fields(config, path)
-    if c.get("model_type", str) == "gemma3":  # a vision-language model; its text part is a gemma3_text
-        config |= c.get("text_config", dict) | dict(model_type="gemma3_text")
+    kind = c.get("model_type", str)
+    if kind in ("gemma3", "qwen3_5"):  # a vision-language model; its text part is a gemma3_text
+        config |= c.get("text_config", dict) | dict(model_type=f"{kind}_text")
     c.want("model_type", *FAMILIES)
     if config.get("quantization_config"):
         raise SnugError(
@@ -76,17 +78,22 @@ def shape_of(config, path: Path | str):
     """
     name = config["model_type"]
     family = FAMILIES[name]
-    missing, may_have = family["missing"], family["may_have"]
+    missing = family["missing"]
+    may_have = family["may_have"]
     with in_one_line(f"{path}: not the shape of a model"):
         c = Fields(flat(config, missing), path)
         for key, values in (ONLY["all"] | ONLY.get(name, {})).items():
             c.want(key, *values)
         shape = family["has"] | sizes(c, NAMES.get(name, NAMES["llama"]))
-        count, kinds = shape["n_layer"], ("sliding_attention", "full_attention")
+        count = shape["n_layer"]
+        linear = "linear_key_heads" in may_have
+        kinds = f"{'linear' if linear else 'sliding'}_attention", "full_attention"
+        interval = "full_attention_interval" if linear else "sliding_window_pattern"
         shape["nope_every"] = period(c, "no_rope_layers", "no_rope_layer_interval", (1, 0), count)
-        every = period(c, "layer_types", "sliding_window_pattern", kinds, count)
+        every = period(c, "layer_types", interval, kinds, count)
         window = c.get("sliding_window", int, 0)
-        if window and "use_sliding_window" not in missing:  # a Qwen's file has a window, too
+        # A Qwen's file has a window, too.
+        if linear or window and "use_sliding_window" not in missing:
             shape |= dict(sliding_window=window, full_every=every)
         shape = asdict(GPTConfig(**shape | rope_of(c, shape["block_size"])))
         if "embedding_scale" in may_have:
@@ -166,7 +173,8 @@ def rope_of(c: Fields, longest) -> dict:
 def config_of(c: GPTConfig, dtype):
     """GPTConfig -> the content of config.json of the first family that has this shape, without padding ids (n_vocab and
     above). Raises SnugError if none has it."""
-    wanted, others = asdict(replace(c, vocab_size=c.n_vocab)), {}
+    wanted = asdict(replace(c, vocab_size=c.n_vocab))
+    others = {}
     for family in FAMILIES:
         config = written(c, family, dtype)
         with suppress(SnugError):
@@ -186,7 +194,8 @@ def config_of(c: GPTConfig, dtype):
 
 def written(c: GPTConfig, family, dtype) -> dict:
     """config.json for transformers 4 and 5, as this family would have it."""
-    table, may_have = FAMILIES[family], FAMILIES[family]["may_have"]
+    table = FAMILIES[family]
+    may_have = table["may_have"]
     names = NAMES.get(family, NAMES["llama"])
     config = dict(architectures=[table["architecture"]], model_type=family, torch_dtype=dtype)
     config |= {theirs: getattr(c, ours) for ours, theirs in names.items()}
@@ -201,8 +210,9 @@ def written(c: GPTConfig, family, dtype) -> dict:
             c.block_size if "full_every" in may_have else None
         )
     if "full_every" in may_have:
-        kinds = "full_attention", "sliding_attention"
-        config["layer_types"] = [kinds[c.slides(layer)] for layer in range(c.n_layer)]
+        kinds = "full_attention", "sliding_attention", "linear_attention"
+        places = [c.slides(layer) + 2 * c.is_linear(layer) for layer in range(c.n_layer)]
+        config["layer_types"] = [kinds[place] for place in places]
     if "nope_every" in may_have:
         config["no_rope_layers"] = [int(c.rope(layer) != "") for layer in range(c.n_layer)]
     rope = {}

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,13 +31,14 @@ from snug.pretrained.shapes import (
     read_config,
     read_shape,
 )
+from snug.shape import CONVOLUTION, GPTConfig
 
 TYPES = "F32", "F16", "BF16", "F64"  # integers and 8-bit floats are quantized and need scales
 MAX_SHARD_BYTES = 2 * 2**30  # per written file, so at most this is copied at a time
 # What the names of tensors begin with, except the head's; a file may leave it out.
 PREFIXES = dict.fromkeys(FAMILIES, "model.") | {"gpt2": "transformer."}
-# A vision-language Gemma 3 has these too; they are not read.
-EYES = "vision_tower.", "multi_modal_projector."
+# A vision-language model has eyes, and Qwen3.5 a head for drafts; they are not read.
+EYES = "vision_tower.", "multi_modal_projector.", "visual.", "mtp."
 PEFT = "base_model.model."  # what names of adapters begin with
 # The head of a tied model, which a file may have, too.
 HEAD = "lm_head.weight"
@@ -54,13 +56,14 @@ class Entry(NamedTuple):
     transposed: bool = False  # GPT-2's matrices are (in, out)
 
 
-def entries(shape, family) -> list[Entry]:
-    """Every tensor of a folder. shape: GPTConfig's keywords.
+def entries(c: GPTConfig, family) -> list[Entry]:
+    """Every tensor of a folder.
 
     q_proj, k_proj and v_proj are rows of attention.qkv: with 4 query and 2 key heads of size 8 they begin at rows 0, 32
     and 48.
     """
-    C, F, V, gpt2 = shape["n_embd"], shape["n_hidden"], shape["vocab_size"], family == "gpt2"
+    C, F, V = c.n_embd, c.n_hidden, c.vocab_size
+    gpt2 = family == "gpt2"
     result = []
 
     def add(theirs, ours, rows, columns=0, bias=gpt2, start=0):
@@ -74,7 +77,7 @@ def entries(shape, family) -> list[Entry]:
 
     if gpt2:
         add("wte", "embedding", V, C, False)
-        add("wpe", "position", shape["block_size"], C, False)
+        add("wpe", "position", c.block_size, C, False)
         add("ln_f", "norm", C)
         block = [
             ("ln_1", "norm_1", C),
@@ -87,54 +90,68 @@ def entries(shape, family) -> list[Entry]:
     else:
         add("embed_tokens", "embedding", V, C)
         add("norm", "norm", C)
-        block = block_of(shape, family)
-    for i in range(shape["n_layer"]):
+    for i in range(c.n_layer):
+        if not gpt2:
+            block = block_of(c, family, c.is_linear(i))
         for theirs, ours, *rest in block:
             add(f"{'h' if gpt2 else 'layers'}.{i}.{theirs}", f"blocks.{i}.{ours}", *rest)
-    if not shape["tie_embeddings"]:
+        if c.is_linear(i):
+            H = (c.linear_value_heads,)
+            convolution = c.linear_channels, 1, CONVOLUTION
+            for name, size in ("A_log", H), ("dt_bias", H), ("conv1d.weight", convolution):
+                theirs = f"model.layers.{i}.linear_attn.{name}"
+                ours = f"blocks.{i}.attention.{name}"
+                result.append(Entry(theirs, size, ours))
+    if not c.tie_embeddings:
         result.append(Entry(HEAD, (V, C), "head.weight"))
     return result
 
 
-def block_of(shape, family) -> list[tuple]:
+def block_of(c: GPTConfig, family, linear) -> list[tuple]:
     """What `entries` adds for each block of a family that came from Llama."""
-    C, F, D, bias = shape["n_embd"], shape["n_hidden"], shape["head_size"], shape["qkv_bias"]
-    Q, K = shape["n_head"] * D, shape["n_kv_head"] * D
-    norms = TABLE["norms"]["with_post_norms" if shape["post_norm"] else "without_post_norms"]
+    C, F, D, bias = c.n_embd, c.n_hidden, c.head_size, c.qkv_bias
+    Q = c.n_head * D
+    K = c.n_kv_head * D
+    norms = TABLE["norms"]["with_post_norms" if c.post_norm else "without_post_norms"]
     block = [
-        (theirs, ours, C)
-        for theirs, ours in norms.items()
-        if shape["pre_norm"] or ours.startswith("post")
+        (theirs, ours, C) for theirs, ours in norms.items() if c.pre_norm or ours.startswith("post")
     ]
-    block += [
-        ("self_attn.o_proj", "attention.proj", C, Q),
-        ("mlp.down_proj", "mlp.down", C, F),
-    ]
+    block.append(("mlp.down_proj", "mlp.down", C, F))
     if family == "phi3":
-        block += [
-            ("self_attn.qkv_proj", "attention.qkv", Q + 2 * K, C),
-            ("mlp.gate_up_proj", "mlp.up", 2 * F, C),
-        ]
+        block.append(("mlp.gate_up_proj", "mlp.up", 2 * F, C))
+        parts = dict(qkv_proj=Q + 2 * K)
     else:
         block += [
-            ("self_attn.q_proj", "attention.qkv", Q, C, bias),
-            ("self_attn.k_proj", "attention.qkv", K, C, bias, Q),
-            ("self_attn.v_proj", "attention.qkv", K, C, bias, Q + K),
             ("mlp.gate_proj", "mlp.up", F, C),
             ("mlp.up_proj", "mlp.up", F, C, False, F),
         ]
-    if shape["qk_norm"]:
-        q, k = (Q, K) if shape["qk_norm_joint"] else (D, D)
-        block += [
-            ("self_attn.q_norm", "attention.q_norm", q),
-            ("self_attn.k_norm", "attention.k_norm", k),
-        ]
+        parts = dict(q_proj=Q * (1 + c.attention_gate), k_proj=K, v_proj=K)
+    name = "self_attn"
+    output = "o_proj", Q
+    norms = {}
+    if c.qk_norm:
+        q, k = (Q, K) if c.qk_norm_joint else (D, D)
+        norms = dict(q_norm=q, k_norm=k)
+    if linear:
+        H = c.linear_value_heads
+        values = H * c.linear_value_size
+        name = "linear_attn"
+        output = "out_proj", values
+        norms = dict(norm=c.linear_value_size)
+        parts = dict(in_proj_qkv=c.linear_channels, in_proj_z=values, in_proj_b=H, in_proj_a=H)
+    block.append((f"{name}.{output[0]}", "attention.proj", C, output[1]))
+    block += [(f"{name}.{norm}", f"attention.{norm}", size) for norm, size in norms.items()]
+    start = 0
+    for part, rows in parts.items():
+        block.append((f"{name}.{part}", "attention.qkv", rows, C, bias, start))
+        start += rows
     return block
 
 
 def weight_files(folder) -> list[Path]:
     """model.safetensors, or the files that the index names, sorted. Raises SnugError."""
-    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    file = folder / "model.safetensors"
     if file.is_file():  # transformers prefers the one file, too
         return [file]
     if not index.is_file():
@@ -158,8 +175,9 @@ def look_at_weights(folder):
     The files' headers are checked: missing and surplus tensors, other shapes and other types are refused. BUFFERS and
     the HEAD of a tied model may be there; `read_weights` compares this HEAD with the embedding. Raises SnugError.
     """
-    family, shape = read_config(folder)["model_type"], read_shape(folder)
-    places, surplus = dict.fromkeys(entries(shape, family)), []
+    family = read_config(folder)["model_type"]
+    places = dict.fromkeys(entries(GPTConfig(**read_shape(folder)), family))
+    surplus = []
     missing = {entry.name: entry for entry in places}
     embedding = next(iter(places))
     for file in weight_files(folder):
@@ -319,8 +337,9 @@ def write_weights(model, family, folder, dtype):
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    parameters, tensors = dict(model.named_parameters()), {}
-    for entry in entries(vars(model.config) | dict(vocab_size=model.config.n_vocab), family):
+    parameters = dict(model.named_parameters())
+    tensors = {}
+    for entry in entries(replace(model.config, vocab_size=model.config.n_vocab), family):
         if entry.ours in parameters:
             value = rows_of(parameters[entry.ours].detach(), entry).to(dtype)
             tensors[entry.name] = value.t() if entry.transposed else value

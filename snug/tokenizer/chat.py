@@ -37,6 +37,7 @@ PROBE = dict(name="probe", arguments=dict(key="5"))
 CALL = dict(role="assistant", content="", tool_calls=[dict(id="call00000", function=PROBE)])
 FORMS = {  # what a template writes for CALL
     "hermes": r'<tool_call>\s*{[^<]*"probe"[^<]*}\s*</tool_call>',
+    "xml": r"<tool_call>\s*<function=probe>\s*<parameter=key>\s*5\s*</parameter>\s*</function>\s*</tool_call>",
     "llama": r'\s{"name": "probe", "parameters": ',
 }
 
@@ -70,8 +71,8 @@ class Chat:
 
     @cached_property
     def call_form(self) -> str:
-        """The form in which the model, like the template, writes calls of tools: hermes, llama or inline
-        (data/tools.py).
+        """The form in which the model, like the template, writes calls of tools: hermes, xml, llama or
+        inline (data/tools.py).
 
         Raises SnugError for another form.
         """

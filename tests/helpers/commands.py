@@ -69,7 +69,8 @@ def shrunk(config):
     values = values_of(config)
     small = dict(max_iters=1, batch_size=2, eval_prompts=2, eval_interval=1, save_interval=0, device="cpu")
     if script_of(config) == "grpo.py":
-        small |= dict(group_size=min(values.get("group_size", 2), 2), max_new_tokens=8)
+        k = min(values.get("group_size", 2), 2)
+        small |= dict(group_size=k, batch_size=4 // k, max_new_tokens=8)
     if "train_batch_size" in values:
         small |= dict(train_batch_size=2)
     if "init_from" not in values and "--init_from" not in command_of(config):
@@ -77,9 +78,3 @@ def shrunk(config):
         small |= {name: value for name, value in dict(n_kv_head=2, n_hidden=32, vocab_size=0).items() if name in values}
     lines = [f"{name} = {value!r}\n" for name, value in small.items()]
     return config.read_text() + "\n" + "".join(lines)
-
-
-def write_shrunk_configs(folder):
-    (folder / "config").mkdir()
-    for config in CONFIGS:
-        (folder / "config" / config.name).write_text(shrunk(config))

@@ -38,7 +38,9 @@ GPT2 = dict(vocab_size=300, block_size=32, n_layer=2, n_head=4, n_embd=32, mlp="
 QWEN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", qkv_bias=True)
 GEMMA = dict(QWEN, mlp="geglu", zero_centered_norm=True, post_norm=True, qk_norm=True, embedding_scale=5.5)
 GEMMA |= dict(sliding_window=4, full_every=2, rope_sliding_theta=100.0)
-GIVEN = {"geglu": QWEN}  # all that a command line can say of Gemma
+LINEAR = dict(QWEN, full_every=2, linear_key_heads=2, linear_value_heads=4, linear_key_size=8, linear_value_size=8)
+LINEAR |= dict(qkv_bias=False, qk_norm=True, attention_gate=True)
+GIVEN = {2: QWEN}  # all that a command line can say of Gemma and Qwen3.5
 PROMPT, COMPLETION = 9, 6
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 LADDER = {
@@ -154,7 +156,7 @@ def iterate(mode, shape, options, micro_batches):
     common["dtype"] = "float32"
     tokens = 2 // micro_batches * (PROMPT + 4 * (COMPLETION - 1))  # two groups, or one
     common |= dict(max_tokens_per_micro_batch=tokens, max_new_tokens=COMPLETION)
-    settings = GRPOSettings(**common | GIVEN.get(shape["mlp"], shape) | options)
+    settings = GRPOSettings(**common | GIVEN.get(shape.get("full_every"), shape) | options)
     with unset_fake_temporarily():
         prepared = prepare(replace(settings, beta=0.0, teacher=""))
     prepared.shape |= shape
@@ -198,7 +200,7 @@ def make_training(prepared, reference=None, teacher=None):
 def sft(mode, shape, micro_batches):
     common = dict(device=mode.kind, task="addition", digits=1, eval_prompts=0, batch_size=8)
     common["max_tokens_per_micro_batch"] = 8 // micro_batches * (PROMPT + COMPLETION)
-    settings = SFTSettings(**common | GIVEN.get(shape["mlp"], shape))
+    settings = SFTSettings(**common | GIVEN.get(shape.get("full_every"), shape))
     with unset_fake_temporarily():
         prepared = prepare(settings)
     prepared.shape |= shape
@@ -240,9 +242,9 @@ def sample(mode, shape, options):
 
 
 def cases_of(train, sft, ladder):
-    """{name: a function of the mode}: GPT-2 and Gemma plain and sampled, Qwen with all options."""
+    """{name: a function of the mode}: GPT-2, Gemma and Qwen3.5 plain and sampled, Qwen with all options."""
     found = {}
-    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN, gemma=GEMMA).items():
+    for shape_name, shape in dict(gpt2=GPT2, qwen=QWEN, gemma=GEMMA, linear=LINEAR).items():
         for name, options in ladder.items() if shape_name == "qwen" else [("plain", {})]:
             found[f"train-{shape_name}-{name}"] = partial(train, shape=shape, options=options)
         for name, options in SAMPLERS.items() if shape_name == "qwen" else [("sampled", {})]:

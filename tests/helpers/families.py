@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from helpers import models
 
@@ -27,6 +28,7 @@ FAMILIES = {  # name: (transformers' config class, its keywords)
     "olmo2": ("Olmo2Config", SMALL | NONE),
     "olmo3": ("Olmo3Config", SMALL | NONE | dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=12, rope_theta=5e5, rope_scaling=YARN | dict(attention_factor=1.2, beta_fast=8.0))),
     "qwen3 yarn": ("Qwen3Config", SMALL | NONE | dict(head_dim=16, rope_parameters=YARN | dict(rope_theta=1e4))),
+    "qwen3.5": ("Qwen3_5TextConfig", SMALL | NONE | dict(head_dim=16, layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 2]))),
     "mistral sliding": ("MistralConfig", SMALL | NONE | dict(sliding_window=12)),
 }  # fmt: skip
 CASES = FAMILIES | {
@@ -59,3 +61,13 @@ def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     changed = {name: value for name, value in (config | changes).items() if value != "gone"}
     (folder / "config.json").write_text(json.dumps(changed))
+
+
+class Float64(TorchFunctionMode):
+    """transformers computes norms, softmaxes and states in float32, whatever the weights are: within it in float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)

@@ -13,7 +13,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPT2 = dict(vocab_size=67, block_size=32, n_layer=2, n_head=4, n_embd=32, bias=True)
 LLAMA = dict(n_kv_head=2, norm="rmsnorm", position="rotary", mlp="swiglu", qk_norm=True, tie_embeddings=False)
 LLAMA = GPT2 | LLAMA | dict(bias=False, qkv_bias=True, proj_bias=True)
-SHAPES = {"gpt2": GPT2, "llama": LLAMA}
+# As Qwen3.5: linear layers, and a full one each third layer, with a gate
+LINEAR = dict(linear_key_heads=2, linear_value_heads=4, linear_key_size=8, linear_value_size=16)
+LINEAR = (
+    LLAMA | LINEAR | dict(n_layer=6, full_every=3, zero_centered_norm=True, rotary_fraction=0.25, attention_gate=True)
+)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "linear": LINEAR}
 QWEN = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, mlp="swiglu", qkv_bias=True)
 QWEN |= dict(norm="rmsnorm", norm_eps=1e-6, position="rotary", rope_theta=1e6, vocab_size=272, block_size=32768)
 CHATML = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -31,6 +36,14 @@ def make_model(shape="gpt2", seed=0, dtype=torch.float32, **changes):
             if name.endswith(("embedding.weight", "head.weight")):
                 weight *= 3
     return model
+
+
+def make_linear_model(path):
+    """Write a small model with a linear layer and a full one, and the tokenizer "bytes"."""
+    torch.manual_seed(2)
+    shape = LINEAR | dict(vocab_size=257, n_layer=2, full_every=2, qkv_bias=False, proj_bias=False)
+    save_pretrained(GPT(GPTConfig(**shape)), path, get_tokenizer("bytes"))
+    return str(path)
 
 
 def make_flat_model(shape="gpt2", **changes):

@@ -18,7 +18,7 @@ from data.task import Task
 from helpers import HOME
 from helpers.commands import python
 from helpers.errors import refusal
-from helpers.models import DEVICE, make_flat_model, make_model
+from helpers.models import DEVICE, make_flat_model, make_linear_model, make_model
 from runs import checkpoint
 from runs.checkpoint import Checkpoint, class_of_runs, newest
 from runs.evaluation import prepare_evaluation
@@ -66,11 +66,13 @@ def refused(function, *arguments, **options):
     return str(caught.value)
 
 
-def tiny(tmp_path, **changes):
-    """Settings of a run of two-digit additions that takes a second or two."""
+def tiny(tmp_path, linear=False, **changes):
+    """Settings of a run of two-digit additions that takes a second or two. linear: of a model with a linear layer."""
     common = dict(digits=2, n_layer=1, n_embd=32, block_size=24, device=DEVICE, eval_prompts=20, save_interval=2)
     common["dtype"] = "float32"
     sft = SFTSettings(**common, out_dir=str(tmp_path / "sft"), max_iters=4, batch_size=16, demonstration_noise=0.5)
+    if linear:
+        sft.init_from = make_linear_model(tmp_path / "linear")
     options = dict(out_dir=str(tmp_path / "grpo"), init_from=sft.out_dir, max_iters=4, beta=0.04)
     options |= dict(batch_size=4, group_size=4, max_new_tokens=12)
     return sft, GRPOSettings(**common | options | changes)

@@ -7,7 +7,7 @@ from functools import cache
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from snug.tokenizer import END_OF_TEXT, get_tokenizer
+from snug.tokenizer import END_OF_TEXT
 
 SCRIPTS = "aeioubcdfgh aeioubcdfgh абвгдежзикл αβγδεζηθι 你好世界中文字天地 한글말하기 عربيةمدسل नमस्ते".split()
 AWKWARD = [" ", "\n", "\t", "\r\n", "\u00a0", "\u3000", "\u2028", "\x85", "  ", "    ", "\n\n\n", "    return x\n"]
@@ -161,6 +161,15 @@ HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in 
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+# As Qwen3.5 and Qwen3-Coder
+XML = HERMES.replace(
+    """<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}""",
+    """<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter=' + key + '>\\n' }}{{- value if value is string else value | tojson }}{{- '\\n</parameter>\\n' }}
+            {%- endfor %}{{- '</function>\\n</tool_call>' }}""",
+)
 # As Qwen3: only turns after the last question keep their thoughts.
 THOUGHTS = """{%- set ns = namespace(last=-1) %}
 {%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
@@ -198,7 +207,7 @@ LLAMA31 = """{{- bos_token }}
 """
 TOOLED = {  # name: family, template, the token that ends a turn, call_form
     "qwen2.5": (qwen_like, HERMES, "<|im_end|>", "hermes"), "qwen3": (qwen_like, THOUGHTS, "<|im_end|>", "hermes"),
-    "smollm2": (smollm2_like, SMOLLM2, "<|im_end|>", "inline"),
+    "qwen3.5": (qwen_like, XML, "<|im_end|>", "xml"), "smollm2": (smollm2_like, SMOLLM2, "<|im_end|>", "inline"),
     "llama3.1": (llama3_like, LLAMA31, "<|eot_id|>", "llama"),
 }  # fmt: skip
 
@@ -209,10 +218,3 @@ def user(content, role="user"):
 
 def tool(content, name="calc"):
     return dict(role="tool", name=name, content=content)
-
-
-def tooled(path, name):
-    family, template, end, _ = TOOLED[name]
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=template, eos_token=end, bos_token="<s>")
-    folder = folder_of(path, family(), tokenizer_config=config)
-    return folder, get_tokenizer(folder)
