@@ -256,3 +256,8 @@ class Sequences:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         lengths = [torch.tensor(list(map(len, part)), device=device) for part in (prompts, completions)]
         return cls(tokens, *lengths)
+
+    def columns(self, numbers=slice(None)) -> dict[str, torch.Tensor]:
+        """{name: tensor} of the columns that are there. numbers: a range, of these sequences alone."""
+        part = slice(numbers.start, numbers.stop)
+        return {name: column[part] for name, column in vars(self).items() if column is not None}

@@ -38,7 +38,7 @@ from snug.device.host import borrowed
 from snug.logprobs import Teacher, head_loss, head_loss_in_two_visits
 from snug.memory.ledger import component, not_finite
 from training import notebook
-from training.figures import add_up, columns_of, join, mean_of, metrics_of, rollout_metrics, score
+from training.figures import add_up, join, mean_of, metrics_of, rollout_metrics, score
 from training.frozen import add_logprobs
 from training.loop import run
 from training.optimizer import learning_rate_at
@@ -214,7 +214,7 @@ def teaches(rollouts, indices, settings) -> bool:
     sequences = trainable(rollouts, indices, settings)
     always = settings.teacher or settings.beta or settings.loss_type not in LOSSES
     learns = sequences and (always or rollouts.advantages[sequences].any())
-    return bool(learns or not_finite(columns_of(rollouts, indices)))
+    return bool(learns or not_finite(rollouts.columns(indices)))
 
 
 @component("backward")  # autograd's tensors while backward runs

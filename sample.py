@@ -81,10 +81,6 @@ class Rollouts(Sequences):
         rows = zip(self.tokens.tolist(), *lengths, strict=True)
         return [ids[start : start + length] for ids, start, length in rows]
 
-    def columns(self) -> dict[str, torch.Tensor]:
-        """{name: tensor} of the columns that are there."""
-        return {name: column for name, column in vars(self).items() if column is not None}
-
     def select(self, sequences) -> "Rollouts":
         """The completions with these numbers, a tensor or a list, in that order."""
         return Rollouts(**{name: column[sequences] for name, column in self.columns().items()})

@@ -98,12 +98,6 @@ def moved(rollouts, device) -> Rollouts:
     return Rollouts(**{name: column.to(device) for name, column in rollouts.columns().items()})
 
 
-def columns_of(sequences, select):
-    """Rollouts or Sequences -> {name: tensor} of the sequences `select`, a range."""
-    part = slice(select.start, select.stop)
-    return {name: tensor[part] for name, tensor in vars(sequences).items() if tensor is not None}
-
-
 def rollout_metrics(scored) -> dict[str, float]:
     """What the log says of an iteration's rollouts."""
     rollouts, rewards = scored.rollouts, scored.rewards[~scored.rewards.isnan()]

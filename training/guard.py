@@ -9,7 +9,6 @@ from pathlib import Path
 
 from runs.saver import UnsafeState, newest_name
 from snug.memory.ledger import not_finite
-from training.figures import columns_of
 
 MAX_DROPPED_STEPS = 5
 
@@ -32,7 +31,7 @@ def drop(training, iteration, model, gradients, sequences, select, loss, norm):
     )
     # The first tensor that is not finite, in the order of computation
     named = {f"the weights: {name}": p for name, p in model.named_parameters()}
-    named |= {f"the batch: {name}": x for name, x in columns_of(sequences, select).items()}
+    named |= {f"the batch: {name}": x for name, x in sequences.columns(select).items()}
     named |= {f"the gradient: {name}": x for name, x in gradients.items()}
     found = not_finite(named) or "every tensor by itself is finite"
     found += f" (loss {loss:g}, gradient norm {norm:g})"

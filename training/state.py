@@ -19,7 +19,7 @@ from runs.prepare import Prepared
 from runs.saver import Saver
 from snug.memory import Limits, MemoryMeter
 from snug.memory.ledger import not_finite
-from training.figures import columns_of, groups_of, sample_records
+from training.figures import groups_of, sample_records
 from training.guard import HEALTH, drop
 from training.optimizer import gradients_of, optimizer_step
 
@@ -106,7 +106,7 @@ class Training:
         with self.meter.phase("train"):
             metrics = self.processes.add_up(model, optimizer, metrics)
         # The loss may be finite although the batch has an infinity.
-        odd = not_finite(columns_of(sequences, indices))
+        odd = not_finite(sequences.columns(indices))
         if math.isfinite(metrics["loss"]) and not odd:
             clip, norm_of_all = self.settings.grad_clip, self.processes.norm
             with self.meter.phase("optimizer"):
