@@ -1,7 +1,8 @@
 # make run: a virtual environment, the requirements, and GRPO on a laptop's CPU.  make test: the same for the tests.
 # make test-long: what make test leaves out, beside TRL, PEFT and bitsandbytes.
 # make real: a real language model: held-out answers, GRPO, and held-out answers again.  make tools: it learns to call a tool.
-# make code: a larger one learns to write functions that pass their tests.  make math: a published curve on MATH.
+# make code: a larger one learns to write functions that pass their tests.  make distill: it learns from a larger one.
+# make math: a published curve on MATH.
 PYTHON ?= python3
 JOBS ?= 2
 BIN = .venv/bin
@@ -55,6 +56,14 @@ code: data/HumanEval.jsonl.gz
 	$(BIN)/python evaluate.py out/grpo_code $(FUNCTIONS)_after.jsonl
 	$(BIN)/python evaluate.py out/grpo_code $(HUMANEVAL)_after.jsonl
 
+# The same model learns from a larger one, which waits on the host; HumanEval of the teacher, before and after.
+TEACHER = Qwen/Qwen2.5-Coder-1.5B-Instruct
+distill: data/HumanEval.jsonl.gz
+	$(BIN)/python evaluate.py $(TEACHER) --task=examples.code:Code --chat $(HUMANEVAL)_teacher.jsonl
+	$(BIN)/python evaluate.py $(CODER) --task=examples.code:Code --chat $(HUMANEVAL)_before.jsonl
+	$(BIN)/python grpo.py config/distill_code.py --init_from=$(CODER) --teacher=$(TEACHER) $(ARGS)
+	$(BIN)/python evaluate.py out/distill_code $(HUMANEVAL)_distilled.jsonl
+
 # A published curve: MATH-500 before and after 50 prompts, with 15.6 % and 46.2 % in the book that config/grpo_math.py names.
 QWEN3 = Qwen/Qwen3-0.6B-Base
 MATH = --num_prompts=500 --temperature=0 --max_new_tokens=2048
@@ -105,4 +114,4 @@ models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m pip install -q -r requirements-long.txt
 	touch $@
 
-.PHONY: run real tools code math test test-long lint bench bench-gpu
+.PHONY: run real tools code distill math test test-long lint bench bench-gpu

@@ -260,4 +260,4 @@ class Sequences:
     def columns(self, numbers=slice(None)) -> dict[str, torch.Tensor]:
         """{name: tensor} of the columns that are there. numbers: a range, of these sequences alone."""
         part = slice(numbers.start, numbers.stop)
-        return {name: column[part] for name, column in vars(self).items() if column is not None}
+        return {name: x[part] for name, x in vars(self).items() if x is not None}

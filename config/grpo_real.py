@@ -21,4 +21,3 @@ learning_rate = 1e-5
 # First and last: a checkpoint in between is copied before it is written, 1.5 GiB more
 eval_interval = 24
 eval_prompts = 120  # all that are held out
-save_interval = 0

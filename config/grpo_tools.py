@@ -19,6 +19,4 @@ max_new_tokens = 48
 max_tokens_per_micro_batch = 640
 
 learning_rate = 1e-5
-eval_interval = 10
 eval_prompts = 120  # all that are held out
-save_interval = 0

@@ -79,7 +79,7 @@ def methods_of(environment):
 # ----------------------------------------------------------------------------------------------------------------------
 # Calls in text
 
-NO_XML = "a call must be <function=its name>, then <parameter=name>value</parameter> for each argument, </function>"
+NO_XML = "a call must be <function=name><parameter=name>value</parameter>...</function>"
 UNREADABLE = 'a call must be a JSON object with "name" and "arguments", which must be an object'
 
 
@@ -131,8 +131,8 @@ def read_function(text, tools):
     name, body = re.fullmatch(r"(?s)\s*<function=([^<>]+)>(.*)</function>\s*", text).groups()
     arguments = {}
     properties = tools.get(name, {}).get("properties", {})
-    for parameter in filter(str.strip, body.split("</parameter>")):
-        key, value = re.fullmatch(r"(?s)\s*<parameter=([^<>]+)>\n?(.*?)\n?", parameter).groups()
+    for part in filter(str.strip, body.split("</parameter>")):
+        key, value = re.fullmatch(r"(?s)\s*<parameter=([^<>]+)>\n?(.*?)\n?", part).groups()
         if properties.get(key, {}).get("type") != "string":
             with suppress(Exception):
                 value = json.loads(value)

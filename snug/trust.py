@@ -74,8 +74,8 @@ def cases(settings, config):
     yield "attention", attention, (1, group + 2, longest + 53, config.head_size)
     yield "decode", decode, q, k
     if config.is_linear(0):
-        heads = 4, config.linear_value_heads, 1
-        yield "delta", delta, (*heads, config.linear_key_size), (*heads, config.linear_value_size)
+        n = 4, config.linear_value_heads, 1
+        yield "delta", delta, (*n, config.linear_key_size), (*n, config.linear_value_size)
     yield "draw", draw, (V, 4)
     yield "rows", rows, (V, 4)
     yield "gated", lambda x: gated.GatedUnit.apply(x, config.mlp == "geglu"), (3, 2 * config.n_hidden)

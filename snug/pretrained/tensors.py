@@ -97,8 +97,8 @@ def entries(c: GPTConfig, family) -> list[Entry]:
             add(f"{'h' if gpt2 else 'layers'}.{i}.{theirs}", f"blocks.{i}.{ours}", *rest)
         if c.is_linear(i):
             H = (c.linear_value_heads,)
-            convolution = c.linear_channels, 1, CONVOLUTION
-            for name, size in ("A_log", H), ("dt_bias", H), ("conv1d.weight", convolution):
+            conv = c.linear_channels, 1, CONVOLUTION
+            for name, size in ("A_log", H), ("dt_bias", H), ("conv1d.weight", conv):
                 theirs = f"model.layers.{i}.linear_attn.{name}"
                 ours = f"blocks.{i}.attention.{name}"
                 result.append(Entry(theirs, size, ours))
@@ -127,7 +127,7 @@ def block_of(c: GPTConfig, family, linear) -> list[tuple]:
         ]
         parts = dict(q_proj=Q * (1 + c.attention_gate), k_proj=K, v_proj=K)
     name = "self_attn"
-    output = "o_proj", Q
+    out = "o_proj", Q
     norms = {}
     if c.qk_norm:
         q, k = (Q, K) if c.qk_norm_joint else (D, D)
@@ -136,10 +136,10 @@ def block_of(c: GPTConfig, family, linear) -> list[tuple]:
         H = c.linear_value_heads
         values = H * c.linear_value_size
         name = "linear_attn"
-        output = "out_proj", values
+        out = "out_proj", values
         norms = dict(norm=c.linear_value_size)
         parts = dict(in_proj_qkv=c.linear_channels, in_proj_z=values, in_proj_b=H, in_proj_a=H)
-    block.append((f"{name}.{output[0]}", "attention.proj", C, output[1]))
+    block.append((f"{name}.{out[0]}", "attention.proj", C, out[1]))
     block += [(f"{name}.{norm}", f"attention.{norm}", size) for norm, size in norms.items()]
     start = 0
     for part, rows in parts.items():

@@ -71,8 +71,6 @@ def shrunk(config):
     if script_of(config) == "grpo.py":
         k = min(values.get("group_size", 2), 2)
         small |= dict(group_size=k, batch_size=4 // k, max_new_tokens=8)
-    if "train_batch_size" in values:
-        small |= dict(train_batch_size=2)
     if "init_from" not in values and "--init_from" not in command_of(config):
         small |= dict(n_layer=1, n_embd=16, n_head=4)
         small |= {name: value for name, value in dict(n_kv_head=2, n_hidden=32, vocab_size=0).items() if name in values}
