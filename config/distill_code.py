@@ -2,7 +2,9 @@
 
 The teacher's weights wait on the host, and each block is on the device only while it is used. Every token that the
 student samples is compared with all of the teacher's probabilities; the tests' rewards are logged and not learned from,
-so a prompt needs one completion. With --reward_coef=1 --batch_size=6 --group_size=8 the tests teach too.
+so a prompt needs one completion. 15 iterations raised the share of HumanEval's tests that pass from 0.673 to 0.732,
+and the right problems from 87 to 92 of 164 (docs/results.md, Code). With --reward_coef=1 --batch_size=6 --group_size=8
+the tests teach too.
 """
 
 out_dir = "out/distill_code"
