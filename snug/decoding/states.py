@@ -42,8 +42,9 @@ class States:
         }
 
     def begin(self, at, lengths, width):
-        """The next forward reads rows of `width` tokens, of which lengths (B,) are real, for the slots `at`: numbers;
-        or a slice, and it is a step, of a token for each slot that is active."""
+        """Prepare the next forward, of B rows with `width` tokens. lengths (B,): how many of a row's tokens are real.
+
+        at: the rows' slots, as numbers. A slice: the forward is a step, and lengths says which slots are active."""
         self.at = at
         self.is_step = isinstance(at, slice)
         self.real = torch.arange(width, device=lengths.device) < lengths[:, None]  # (B, width)
