@@ -248,8 +248,7 @@ def decode_steps(what, model, sizes, cases, weights, aim):
     c, (P, T) = model.config, sizes["prompts"]
     copy = copy_bandwidth(sizes["copy"])
     for rows, longest in cases:
-        prompts = torch.randint(c.vocab_size, sizes["prompts"]).tolist()
-        batch = DecodeBatch(model, prompts, rows // P, longest, rows, cuda_graphs=CUDA)
+        batch = DecodeBatch(model, random_prompts(sizes), rows // P, longest, rows, cuda_graphs=CUDA)
         batch.u.uniform_()
         batch.refill()
         _, first = clocked(batch.step)

@@ -2,6 +2,7 @@
 
     python bench/learning.py                       everything that is not done yet; hours on two cores
     python bench/learning.py --only=addition --seeds=1 --jobs=1
+    python bench/learning.py --logs=out/distill_1,out/distill_2      draws docs/teacher.png from these runs' logs
 
 Runs train_sft.py and grpo.py as a user would and reads their logs. With --resume=auto the bench can be stopped and
 started again at any time. --jobs runs go side by side, one thread each. Scores belong to the last weights, on 500
@@ -35,6 +36,7 @@ EXPERIMENTS = {
     "countdown": ("config/sft_countdown", "config/grpo_countdown", {}, (1, 2, 3, 4, 5)),
 }
 SCORES = ("pass_at_1", "pass_at_1_sampled")
+LOGGED = ("reward_mean", "divergence", "completion_length_mean")
 TINY = dict(max_iters=2, batch_size=2, eval_prompts=4, eval_interval=1)
 limits = dict(end=float("inf"), options={})  # the time at which runs are stopped, and options of all of them
 
@@ -149,16 +151,26 @@ def table(rows):
     return "\n".join(lines)
 
 
+def draw_logs(folders, path):
+    """What training itself logs, by iteration: a line for each run."""
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(LOGGED), figsize=(9.6, 2.8), layout="constrained")
+    for name, panel in zip(LOGGED, panels, strict=True):
+        for folder in folders:
+            panel.plot(*zip(*values_of(read_log(folder), name), strict=True), label=folder)
+        panel.set(title=name, xlabel="iteration", ylim=0)
+    panel.legend()
+    figure.savefig(path, dpi=110)
+
+
 def draw(rows, path):
     """A panel for each task: pass@1 by seconds, GRPO in colour, more SFT in grey."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
 
     names = list(dict.fromkeys(r["name"] for r in rows))
     lines = -(-len(names) // 3)
-    figure, panels = plt.subplots(
+    figure, panels = pyplot.subplots(
         lines, 3, figsize=(9.6, 2.8 * lines), sharey=True, squeeze=False, layout="constrained"
     )
     for name, panel in zip(names, panels.flat, strict=False):
@@ -174,6 +186,9 @@ def draw(rows, path):
 
 
 def main(arguments):
+    if arguments.logs:
+        draw_logs(arguments.logs.split(","), HOME / "docs/teacher.png")
+        return
     out = Path(arguments.out_dir).absolute()
     wanted = {int(seed) for seed in arguments.seeds.split(",") if seed}
     names = [name for name in EXPERIMENTS if chosen(name, arguments.only)]
@@ -204,6 +219,7 @@ if __name__ == "__main__":
     options = parser("SFT, GRPO, and more SFT instead.")
     options.add_argument("--seeds", default="", help="comma-separated; default: all seeds of a row")
     options.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
+    options.add_argument("--logs", default="", help="comma-separated folders of runs with a teacher: draw their logs")
     options.add_argument("--out_dir", default="out/learning", help="where the runs live")
     options.add_argument("--seconds", type=float, default=0, help="stop after that long; 0: no limit")
     main(options.parse_args())
