@@ -24,8 +24,8 @@ def made_up(number):
     return {"question": question, "answer": answer + f"#### {2 * (a + b):,}"}
 
 
-def task_of(path, cls=GRPOSettings, **options):
-    return make_task(cls(task="gsm8k", data_file=str(path), **options))
+def task_of(path, cls=GRPOSettings, task="gsm8k", **options):
+    return make_task(cls(task=task, data_file=str(path), **options))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,19 @@ def test_prompts_and_demonstrations(tmp_path):
     assert spoken == [{"role": "system", "content": "Be brief."}, asked]
     answers = "72 10 5 42 624 35 48 16 41 990 121 5 85 1080 850000 2250 10000 109200000 -7 -47".split()
     assert sorted(row["answer"] for row in task.rows["train"]) == sorted(answers)
+
+
+def test_a_program_is_right_if_it_returns_the_number(tmp_path):
+    path = written(tmp_path, [json.dumps(made_up(249)).encode()])  # 2 x (251 + 499) = 1,500
+    task = task_of(
+        path, task="examples.gsm8k_program:GSM8KProgram", test_file=written(tmp_path, LINES[:1], "test.jsonl")
+    )
+    (row,) = task.prompts("train", [0])
+    assert row["prompt"].startswith(row["question"]) and row["answer"] == "1500"
+    results = {"2 * (251 + 499)": 1, "1500.0": 1, "'1500'": 1, "1501": 0, "-1500": 0, "None": 0, "'$1500'": 0, "2 *": 0}
+    texts = [f"So:\n```python\ndef solution():\n    return {each}\n```" for each in results]
+    assert rewards(task, [row] * len(texts), texts) == list(results.values())
+    assert rewards(task, [row] * 2, ["#### 1500", texts[0].replace("solution", "other")]) == [0, 0]
 
 
 def test_a_question_in_both_files_is_refused_however_it_is_set(tmp_path):
