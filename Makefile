@@ -2,7 +2,7 @@
 # make test-long: what make test leaves out, beside TRL, PEFT and bitsandbytes.
 # make real: a real language model: held-out answers, GRPO, and held-out answers again.  make tools: it learns to call a tool.
 # make code: a larger one learns to write functions that pass their tests.  make distill: it learns from a larger one.
-# make math: a published curve on MATH.
+# make gsm8k: GSM8K from a larger one.  make math: a published curve on MATH.
 PYTHON ?= python3
 JOBS ?= 2
 BIN = .venv/bin
@@ -56,13 +56,22 @@ code: data/HumanEval.jsonl.gz
 	$(BIN)/python evaluate.py out/grpo_code $(FUNCTIONS)_after.jsonl
 	$(BIN)/python evaluate.py out/grpo_code $(HUMANEVAL)_after.jsonl
 
-# The same model learns from a larger one, which waits on the host; HumanEval of the teacher, before and after.
+# The same model learns from a larger one, which waits on the host: functions, then HumanEval before and after.
 TEACHER = Qwen/Qwen2.5-Coder-1.5B-Instruct
+DISTILL = $(BIN)/python grpo.py config/distill_code.py --init_from=$(CODER) --teacher=$(TEACHER)
 distill: data/HumanEval.jsonl.gz
-	$(BIN)/python evaluate.py $(TEACHER) --task=examples.code:Code --chat $(HUMANEVAL)_teacher.jsonl
-	$(BIN)/python evaluate.py $(CODER) --task=examples.code:Code --chat $(HUMANEVAL)_before.jsonl
-	$(BIN)/python grpo.py config/distill_code.py --init_from=$(CODER) --teacher=$(TEACHER) $(ARGS)
-	$(BIN)/python evaluate.py out/distill_code $(HUMANEVAL)_distilled.jsonl
+	$(DISTILL) $(ARGS)
+	$(BIN)/python evaluate.py $(CODER) out/distill_code --test_file=$< --max_new_tokens=512
+
+# GSM8K, answered by programs: 400 questions before and after.
+gsm8k: data/gsm8k/test.jsonl
+	$(DISTILL) --task=examples.gsm8k_program:GSM8KProgram --data_file=data/gsm8k/train.jsonl --test_file=$< \
+		--max_iters=15 --max_new_tokens=160 --out_dir=out/distill_gsm8k $(ARGS)
+	$(BIN)/python evaluate.py $(CODER) out/distill_gsm8k --num_prompts=400 --max_new_tokens=256
+
+data/gsm8k/test.jsonl: | .venv/run
+	curl -f --create-dirs --output-dir data/gsm8k --remote-name-all \
+		"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{train,test}.jsonl"
 
 # A published curve: MATH-500 before and after 50 prompts, with 15.6 % and 46.2 % in the book that config/grpo_math.py names.
 QWEN3 = Qwen/Qwen3-0.6B-Base
@@ -114,4 +123,4 @@ models/smollm2-135m-instruct: | .venv/real
 	$(BIN)/python -m pip install -q -r requirements-long.txt
 	touch $@
 
-.PHONY: run real tools code distill math test test-long lint bench bench-gpu
+.PHONY: run real tools code distill gsm8k math test test-long lint bench bench-gpu
