@@ -67,7 +67,7 @@ distill: data/HumanEval.jsonl.gz
 gsm8k: data/gsm8k/test.jsonl
 	$(DISTILL) --task=examples.gsm8k_program:GSM8KProgram --data_file=data/gsm8k/train.jsonl --test_file=$< \
 		--max_iters=15 --max_new_tokens=160 --out_dir=out/distill_gsm8k $(ARGS)
-	$(BIN)/python evaluate.py $(CODER) out/distill_gsm8k --num_prompts=400 --max_new_tokens=256
+	$(BIN)/python evaluate.py $(CODER) out/distill_gsm8k --num_prompts=400 --temperature=0 --max_new_tokens=256
 
 data/gsm8k/test.jsonl: | .venv/run
 	curl -f --create-dirs --output-dir data/gsm8k --remote-name-all \
