@@ -90,6 +90,11 @@ def test_a_bench_runs(name, tmp_path, monkeypatch, bench):
     assert sum("look" in row for row in results if "aim" in row) == AIMS[name] and bench.common.DEVICE in devices
 
 
+def test_logs_are_drawn(bench, tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"iter": 0, "reward_mean": 1, "divergence": 1, "completion_length_mean": 9}\n')
+    runpy.run_path(str(HOME / "bench/learning.py"))["draw_logs"]([tmp_path], tmp_path / "drawn.png")
+
+
 @pytest.mark.long
 def test_every_bench_runs(tmp_path):
     output = python("bench/all.py", "--dry-run", "--seconds=1500", f"--folder={tmp_path}/here").stdout

@@ -137,9 +137,8 @@ def test_prompts_and_demonstrations(tmp_path):
 
 def test_a_program_is_right_if_it_returns_the_number(tmp_path):
     path = written(tmp_path, [json.dumps(made_up(249)).encode()])  # 2 x (251 + 499) = 1,500
-    task = task_of(
-        path, task="examples.gsm8k_program:GSM8KProgram", test_file=written(tmp_path, LINES[:1], "test.jsonl")
-    )
+    test = written(tmp_path, LINES[:1], "test.jsonl")
+    task = task_of(path, task="examples.gsm8k_program:GSM8KProgram", test_file=test)
     (row,) = task.prompts("train", [0])
     assert row["prompt"].startswith(row["question"]) and row["answer"] == "1500"
     results = {"2 * (251 + 499)": 1, "1500.0": 1, "'1500'": 1, "1501": 0, "-1500": 0, "None": 0, "'$1500'": 0, "2 *": 0}
