@@ -632,7 +632,7 @@ MUTANTS = [
     ("groups of the last batch alone", "training/figures.py", 'settings.batch_size * record["gen_batches"]', "settings.batch_size", "test_probe.py"),
     ("probe: it moves the earlier run aside", "training/loop.py", "resume is None and not quiet", "resume is None and not processes.rank", "test_probe.py"),
     ("probe: exit code 0 with a verdict", "training/probe.py", "sys.exit(0 if go else 3)", "sys.exit(0)", "test_probe.py"),
-    ("an attempt's gradient is kept after out-of-memory", "training/state.py", "self.optimizer.zero_grad(set_to_none=True)  # what a failed", "pass  # what a failed", "test_oom.py"),
+    ("an attempt's gradient is kept after out-of-memory", "training/state.py", "self.optimizer.zero_grad()  # what a failed", "pass  # what a failed", "test_oom.py"),
     ("a failed evaluation loses the step", "training/state.py", "with self.saver.keeping(done,", "with self.saver.keeping(0,", "test_log.py"),
     ("the first scores overwritten", "training/state.py", 'f"before/{name}": score', 'f"{name}": score', "test_log.py"),
     ("the trainer's step stands still", "training/state.py", "        self.prepared.global_step = iteration\n", "", "test_notebook.py"),

@@ -97,9 +97,9 @@ def test_on_cuda_a_step_allocates_its_ring_and_no_more(options, size, monkeypatc
     monkeypatch.setattr(optimizer_module, "SLAB", 2000)
     settings = SFTSettings(**options)
     with PlanningMode("cuda", Recorder()) as planned, PlanMeter(planned.host) as meter:
-        live = meter.live
-        dtype = getattr(torch, settings.param_dtype)
+        live, dtype = meter.live, getattr(torch, settings.param_dtype)
         model = torch.nn.ParameterList([torch.ones(100, 100, dtype=dtype), torch.ones(100, dtype=dtype)])
+        model.device = model[0].device
         optimizer = make_optimizer(model, settings)
         for p in model:
             p.grad = torch.ones_like(p)

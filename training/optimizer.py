@@ -49,10 +49,7 @@ def make_optimizer(model, settings):
         on_host.update(STATE)
     if settings.grad_offload:
         on_host.add("gradient")
-    parameters = list(named.values())
-    return SlabAdamW(
-        parameters, groups, settings, on_host, getattr(model, "runs_on", parameters[0].device)
-    )
+    return SlabAdamW(list(named.values()), groups, settings, on_host, model.device)
 
 
 def learning_rate_at(iteration, settings):
@@ -125,7 +122,7 @@ class SlabAdamW(torch.optim.AdamW):
 
     def gradients(self):
         """-> {parameter: its gradient}, on the device or the host, of the parameters that have one."""
-        if self.host_gradients is not None:
+        if self.host_gradients:
             return self.host_gradients.collect()
         return {p: p.grad for p in self.parameters if p.grad is not None}
 
@@ -206,7 +203,7 @@ class SlabAdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        if self.host_gradients is not None:
+        if self.host_gradients:
             self.host_gradients.clear()
 
 

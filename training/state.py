@@ -56,7 +56,7 @@ class Training:
         def in_phase(**pieces):
             # A module of reward functions may have switched gradients off.
             with self.meter.phase(phase), torch.enable_grad():
-                self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has added
+                self.optimizer.zero_grad()  # what a failed attempt has added
                 return function(*arguments, **pieces, **options)
 
         return self.limits.retry(phase, in_phase, cut)
@@ -118,7 +118,7 @@ class Training:
         gradients = gradients_of(model, optimizer)
         with self.processes.whole(model) as whole:
             drop(self, iteration, whole, gradients, sequences, indices, metrics["loss"], norm)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         return {}
 
     def samples(self, scored, entropies) -> list[dict]:
