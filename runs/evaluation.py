@@ -22,7 +22,6 @@ UNTRAINED = dict(
     lora_rank=0,
     base_dtype="",
     resume="never",
-    plan=False,
     max_iters=0,
 )
 

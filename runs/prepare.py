@@ -148,8 +148,7 @@ def prepare(
         )
     shape, tokenizer = shape_and_tokenizer(settings, chosen, resume or origin, warm_start)
     toolbox = make_toolbox(settings, tokenizer, functions)
-    needed = isinstance(settings, GRPOSettings) and not settings.teacher
-    rewards = rewards_of(settings, task, functions, toolbox, needed)
+    rewards = rewards_of(settings, task, functions, toolbox)
     if isinstance(settings, GRPOSettings) and settings.loss is OWN_LOSS:
         load_loss(settings.loss_type, settings.out_dir)
     prepared = Prepared(
@@ -390,9 +389,9 @@ def refuse_contradictions(settings, chosen: Set[str], expected: dict, tokenizer_
         )
 
 
-def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed: bool):
+def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None):
     """-> the functions that score completions, and their weights: the user's and the environment's, or else the task's.
-    Raises SnugError if functions are needed and there are none."""
+    Raises SnugError if there are none for GRPO without a teacher."""
     own = toolbox.reward_functions() if toolbox else []
     if settings.reward_funcs or own:
         [row] = task.prompts("train", [0])
@@ -404,7 +403,7 @@ def rewards_of(settings, task: Task, functions, toolbox: Toolbox | None, needed:
         return loaded + own, weights + [1.0] * len(own)
     if task.scored:
         return [task.rewards], [1.0]
-    if needed:
+    if isinstance(settings, GRPOSettings) and not settings.teacher:
         raise SnugError(
             f"{getattr(settings, 'data_file', settings.task)} has no column answer to score by; name --answer_column, "
             "or --reward_funcs"

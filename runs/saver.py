@@ -95,7 +95,7 @@ class Saver:
     @phase("saving")
     def write(self, done: int, progress: dict, last: bool):
         """Write the checkpoint. If writing fails, warn; with `last` raise SnugError."""
-        tensors = self.processes.whole_tensors(self.model, tensors_of(self.model, self.optimizer))
+        tensors = self.processes.whole_tensors(tensors_of(self.model, self.optimizer))
         if self.processes.rank:
             return
         state = {
@@ -108,10 +108,9 @@ class Saver:
             **self.constants,
             **progress,
         }
-        name = f"{PREFIX}{done:06d}"
         try:
             if bad := not_finite(ChainMap(*tensors.values())):
-                raise SnugError(f"{name} is not written: {bad}")
+                raise SnugError(f"{PREFIX}{done:06d} is not written: {bad}")
             write(self.folder, state, tensors, self.tokenizer.files)
         except SnugError as error:
             if last:

@@ -80,8 +80,7 @@ def train(prepared, title, iterate, device, processes, warning):
     # The same in every process: a checkpoint keeps rank 0's generators. A reward function may draw from any generator.
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(settings.seed)
-    source = resume or prepared.origin
-    if source and not processes.rank:
+    if source := resume or prepared.origin:
         say(f"loading {source.path}")
     with MemoryMeter(device) as meter:
         reference = processes.shard(load_reference(prepared, processes.loads_on(device)), device)

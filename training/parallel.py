@@ -188,7 +188,7 @@ class ShardedProcesses(Processes):
             setattr(plain.get_submodule(module), leaf, torch.nn.Parameter(weight, requires_grad=False))
         yield plain
 
-    def whole_tensors(self, model, tensors):
+    def whole_tensors(self, tensors):
         files = {file: {} for file in tensors}
         for file, named in tensors.items():
             for name, rows in named.items():

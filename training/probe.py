@@ -76,6 +76,5 @@ def probe(iterate, training: Training):
     lines.append("go" if go else f"no go: none of {groups} groups has different rewards")
     lines += [f"  note: {note}" for note in notes(prepared)]
     lines += [f"  hint: {hint}" for hint in hints(means).values()]
-    if not training.processes.rank:
-        say(plain("\n".join(lines)))
+    say(plain("\n".join(lines)))
     sys.exit(0 if go else 3)

@@ -66,7 +66,7 @@ class OneProcess:
         """A context that gives a model with all weights, to sample from."""
         return nullcontext(model)
 
-    def whole_tensors(self, model, tensors):
+    def whole_tensors(self, tensors):
         """{file: {name: tensor}} of runs.loading.tensors_of -> the same with all rows of each, on rank 0 only."""
         return tensors
 
