@@ -17,7 +17,7 @@ from functools import partial
 
 from runs.checkpoint import find_run
 from runs.prepare import prepare_from
-from settings import LOSSES, GRPOSettings
+from settings import OWN_LOSS, GRPOSettings
 from snug.options import friendly_errors
 from snug.options.progress import say, speak
 
@@ -212,13 +212,13 @@ def trainable(rollouts, indices, settings) -> list[int]:
 def teaches(rollouts, indices, settings) -> bool:
     """Can the gradient be anything but 0? True if a number is not finite: `take_step` drops that step and says so."""
     sequences = trainable(rollouts, indices, settings)
-    always = settings.teacher or settings.beta or settings.loss_type not in LOSSES
+    always = settings.teacher or settings.beta or settings.loss is OWN_LOSS
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns or not_finite(rollouts.columns(indices)))
 
 
 @component("backward")  # autograd's tensors while backward runs
-def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, teacher=None):
+def accumulate_gradient(model, rollouts, cut, step, settings, entropies, teacher=None):
     """Forward, head and loss, backward of optimizer step number `step` -> its metrics, token means over the step.
 
     It adds to the parameters' .grad, which `attempt` has cleared. It divides by counts of the whole step, so the
@@ -233,8 +233,7 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
         num_micro_batches=len(micro_batches),
     )
     totals = dict(loss=0.0)  # of a step without a micro-batch, too
-    if entropies is not None:
-        entropies[cut.step_indices[step]] = 0  # an attempt that ran out of memory may have written some
+    entropies[cut.step_indices[step]] = 0  # an attempt that ran out of memory may have written some
     by_head = teacher is not None and settings.divergence != "sampled"
     with borrowed(teacher) if by_head else nullcontext():
         for indices in cut.mine(micro_batches, model):
@@ -252,12 +251,11 @@ def accumulate_gradient(model, rollouts, cut, step, settings, entropies=None, te
             loss.backward()
             metrics.append(metrics_of(loss, logprobs, entropy, micro, counts["num_tokens"]))
             add_up(totals, metrics)
-            if entropies is not None:
-                entropies[micro.row, micro.place] = entropy.detach().to(entropies.dtype)
+            entropies[micro.row, micro.place] = entropy.detach().to(entropies.dtype)
     return {name: float(total) for name, total in totals.items()}
 
 
-def loss_of_head(model, hidden, micro, counts, settings, teacher=None):
+def loss_of_head(model, hidden, micro, counts, settings, teacher):
     """-> loss, logprobs (M,), entropy (M,), policy_loss's metrics of each chunk; only the loss has a gradient.
 
     teacher: its states and its head, for a divergence over the vocabulary.

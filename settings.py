@@ -124,10 +124,10 @@ class TrainOptions:
     adam_beta2: float = option(0.99, "AdamW's decay rate of the second moment", maximum=0.999999)
     grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping")
     lora_rank: int = option(0, "LoRA: train adapters of this rank; 0: all weights")
-    lora_alpha: float = option(32.0, "LoRA: scale adapters by lora_alpha / lora_rank", minimum=1e-3)
+    lora_alpha: float = option(32.0, "scale adapters by lora_alpha / lora_rank", minimum=1e-3)
     lora_target_modules: list[str] = option(
         ["qkv", "proj", "up", "down"],
-        "LoRA: the matrices with adapters",
+        "the matrices with adapters",
         choices=("qkv", "proj", "up", "down"),
     )
     base_dtype: str = option(
@@ -152,7 +152,7 @@ class MemoryOptions:
     activation_offload: bool = option(False, "keep block inputs on the host until backward")
     param_dtype: str = option(
         "float32",
-        "dtype of weights and gradients; bfloat16 needs dtype=bfloat16 or auto; auto: on a GPU as dtype",
+        "dtype of weights and gradients; auto: on a GPU as dtype",
         choices=("auto", *DTYPES),
     )
     optimizer_dtype: str = option(

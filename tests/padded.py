@@ -1,7 +1,7 @@
 """Micro-batches the long way, an oracle for the packed ones: a sequence a row, right-padded, causal attention.
 
     with padded(poison=7):
-        grpo.accumulate_gradient(model, rollouts, a_few(cut, 4), 0, settings)
+        grpo.accumulate_gradient(model, rollouts, a_few(cut, 4), 0, settings, entropies)
 
 Every token of every sequence is computed: a prompt once for each of its completions, and last tokens too.
 """

@@ -92,7 +92,7 @@ def peak_bytes(model, rollouts, cut, options):
     gradient(model, rollouts, cut, options)  # tables and what else is made once
     model.zero_grad(set_to_none=True)
     with LiveBytes() as live:
-        grpo.accumulate_gradient(model, rollouts, cut, 0, options)
+        grpo.accumulate_gradient(model, rollouts, cut, 0, options, torch.zeros_like(rollouts.sampling_logprobs))
     return live.peak
 
 

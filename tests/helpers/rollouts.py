@@ -90,7 +90,7 @@ def gradient(model, rollouts, cut, options, step=0, teacher=None):
     if options is None:
         metrics = train_sft.accumulate_gradient(model, rollouts, cut, SFTSettings())
     else:
-        metrics = grpo.accumulate_gradient(model, rollouts, cut, step, options, None, teacher)
+        metrics = grpo.accumulate_gradient(model, rollouts, cut, step, options, rollouts.old_logprobs.clone(), teacher)
     return metrics, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
