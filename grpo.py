@@ -54,7 +54,7 @@ def main(prepared):
             return False
         prepared.origin = find_run(settings.init_from)
         empty_cache()  # the warm start's cached blocks would count as reserved here
-    return run(prepared, "GRPO", iterate)
+    return run(prepared, iterate)
 
 
 def train(config="", *, prompts=None, reward_funcs=None, **options):

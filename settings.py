@@ -433,6 +433,7 @@ class SFTSettings(LoopSettings):
     usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
     learning_rate lr_schedule lora_rank task assistant_turns tokenizer n_layer n_embd block_size
     max_tokens_per_micro_batch memory_budget_gb plan"""
+    loop = "SFT"
     pretrained_learning_rate = 2e-5  # TRL's
 
     out_dir: str = option("out/sft", "the run's folder")
@@ -463,7 +464,7 @@ class GRPOSettings(
     usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher
     out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task
     max_tokens_per_micro_batch memory_budget_gb plan probe"""
-
+    loop = "GRPO"
     pretrained_learning_rate = 1e-6  # TRL's
 
     out_dir: str = option("out/grpo", "the run's folder")

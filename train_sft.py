@@ -34,7 +34,7 @@ from training.optimizer import learning_rate_at
 def main(prepared):
     """Train, log and save as the settings say -> False if it was stopped."""
     prepared.held_out_loss = held_out_loss
-    return run(prepared, "SFT", iterate)
+    return run(prepared, iterate)
 
 
 def train(config="", *, prompts=None, **options):

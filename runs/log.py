@@ -51,14 +51,14 @@ def console_line(record: dict, total: int) -> str:
 class RunLog:
     """The open files of a run's folder and the services."""
 
-    def __init__(self, settings, title: str, start: int = 0, **facts):
-        """settings: SFTSettings or GRPOSettings. title: "GRPO" or "SFT".
+    def __init__(self, settings, start: int = 0, **facts):
+        """settings: SFTSettings or GRPOSettings.
 
         start: the first iteration; its lines and later ones are cut from the .jsonl files. facts: more entries of
         settings.json. Raises SnugError if the folder cannot be written to.
         """
-        self.title, self.start, self.max_iters = title, start, settings.max_iters
-        self.every = 1 if title == "GRPO" else max(1, settings.max_iters // 25)
+        self.title, self.start, self.max_iters = settings.loop, start, settings.max_iters
+        self.every = 1 if self.title == "GRPO" else max(1, settings.max_iters // 25)
         # Without reward_funcs the mean reward of an evaluation is pass@1.
         self.not_shown = {} if settings.reward_funcs else {"eval_reward_mean": None}
         self.files, self.warned = {}, set()
@@ -156,8 +156,8 @@ class RunLog:
 class NoLog(RunLog):
     """The log of a process that writes nothing: a planner, and every process of a run but rank 0."""
 
-    def __init__(self, settings, title: str = "", start: int = 0, **facts):
-        self.title, self.start, self.max_iters = title, start, settings.max_iters
+    def __init__(self, settings, start: int = 0, **facts):
+        self.title, self.start, self.max_iters = settings.loop, start, settings.max_iters
         self.services, self.files = {}, {}
 
     def ignore(self, *arguments):

@@ -175,8 +175,8 @@ def find_resume(settings):
         )
     resume = find_run(folder, () if settings.plan else OF_A_RUN)
     before = settings_of(resume, goes_on=True)
-    if isinstance(before, GRPOSettings) != isinstance(settings, GRPOSettings):
-        script = command("grpo" if isinstance(before, GRPOSettings) else "sft")
+    if before.loop != settings.loop:
+        script = command(before.loop.lower())
         raise SnugError(f"{folder} is a run of `{script}`; continue it with that command")
     return resume, before
 

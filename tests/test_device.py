@@ -154,11 +154,11 @@ def test_a_budget_on_mps_is_a_share_of_what_metal_recommends(mac):
 def test_the_mps_that_auto_chose_refuses_what_it_cannot_do(mac):
     settings = GRPOSettings(digits=1, optimizer_device="host", plan=True)
     with refusal("^device=mps does not support optimizer_device=host; use --optimizer_device=device,"):
-        training.loop.run(prepare(settings), "GRPO", grpo.iterate)
+        training.loop.run(prepare(settings), grpo.iterate)
 
 
 def test_any_machine_plans_for_mps(capsys):
-    training.loop.run(prepare(GRPOSettings(**SMALL, device="mps", plan=True)), "GRPO", grpo.iterate)
+    training.loop.run(prepare(GRPOSettings(**SMALL, device="mps", plan=True)), grpo.iterate)
     said = capsys.readouterr()
     assert "planned for mps" in said.err + said.out and "warning" not in said.err
 

@@ -80,7 +80,7 @@ def test_a_console_that_fails_does_not_end_the_run(tmp_path, monkeypatch, closed
 
 def test_a_file_that_cannot_be_written_warns_once_and_the_run_goes_on(tmp_path, capsys):
     settings = SFTSettings(out_dir=str(tmp_path), max_iters=3)
-    with RunLog(settings, "SFT") as run_log:
+    with RunLog(settings) as run_log:
         run_log.iteration({"iter": 0, "time_s": 1.0})
         run_log.files["log.jsonl"] = open("/dev/full", "a", buffering=1)
         for i in (1, 2):
@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_written_warns_once_and_the_run_goes_on(tmp_path, 
 
 def test_what_is_not_finite_is_null(tmp_path):
     record = {"iter": 0, "loss": float("nan"), "grad_norm": float("inf"), "time_s": 1.0}
-    with RunLog(SFTSettings(out_dir=str(tmp_path), max_iters=3), "SFT") as run_log:
+    with RunLog(SFTSettings(out_dir=str(tmp_path), max_iters=3)) as run_log:
         run_log.iteration(record, [{"reward": -float("inf")}])
     wanted = {"log.jsonl": record | {"loss": None, "grad_norm": None}, "samples.jsonl": {"iter": 0, "reward": None}}
     for name, line in wanted.items():
@@ -104,9 +104,9 @@ def test_what_is_not_finite_is_null(tmp_path):
 def test_the_console_shows_every_nth_iteration_and_those_that_matter(tmp_path, capsys):
     """Of SFT about 25. The file has all of them."""
     settings = SFTSettings(out_dir=str(tmp_path), max_iters=14)
-    with RunLog(settings, "SFT", start=1) as run_log:
+    with RunLog(settings, start=1) as run_log:
         (tmp_path / "long").mkdir()
-        assert RunLog(replace(settings, out_dir=str(tmp_path / "long"), max_iters=1000), "SFT").every == 40
+        assert RunLog(replace(settings, out_dir=str(tmp_path / "long"), max_iters=1000)).every == 40
         run_log.every = 5
         for i in range(1, 14):
             scores = {"eval_reward_mean": 0.5} if i == 6 else {}
@@ -190,7 +190,7 @@ def test_half_a_line_is_not_read_and_cut_off_on_resume(tmp_path):
     for name in ("log.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text('{"iter": 0}\n{"iter": 1}\n{"iter": 2}\n{"it')
     assert [record["iter"] for record in read_log(tmp_path)] == [0, 1, 2]
-    with RunLog(SFTSettings(out_dir=str(tmp_path), max_iters=4), "SFT", start=2) as run_log:
+    with RunLog(SFTSettings(out_dir=str(tmp_path), max_iters=4), start=2) as run_log:
         run_log.iteration({"iter": 2, "time_s": 0.5}, [{}])
     for name in ("log.jsonl", "samples.jsonl"):
         assert [json.loads(line)["iter"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1, 2]
@@ -252,7 +252,7 @@ def test_a_name_that_a_reward_function_gives_commands_no_terminal(tmp_path, caps
     options = EvaluateSettings(num_prompts=2, samples_file="none")
     evaluate.main(options, *evaluate.prepare_evaluation(options, set(), settings.out_dir, functions))
     report.main(read_runs([settings.out_dir]))
-    with RunLog(settings, "GRPO") as run_log:
+    with RunLog(settings) as run_log:
         run_log.say(f"warning: {name} failed")
     with pytest.raises(SystemExit), friendly_errors():
         grpo.main(prepare(replace(settings, reward_funcs=["m:bad"]), functions=functions))
@@ -268,7 +268,7 @@ def test_a_name_that_a_reward_function_gives_commands_no_terminal(tmp_path, caps
     "error, last", [(ZeroDivisionError("by 0"), "ZeroDivisionError: by 0"), (SnugError("b"), "error: b")]
 )
 def test_the_log_has_the_error_that_ended_the_run(tmp_path, error, last):
-    with pytest.raises(type(error)), RunLog(SFTSettings(out_dir=str(tmp_path)), "SFT"):
+    with pytest.raises(type(error)), RunLog(SFTSettings(out_dir=str(tmp_path))):
         raise error
     lines = (tmp_path / "log.txt").read_text().rstrip().splitlines()
     assert lines[-1] == last and (lines[0].startswith("Traceback") or len(lines) == 1)

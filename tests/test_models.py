@@ -94,7 +94,7 @@ def test_settings_have_the_models_shape(folder, tmp_path, varied_rewards, capsys
         shown = json.loads((tmp_path / "run" / "settings.json").read_text())
         settings = json.loads((newest(tmp_path / "run") / "state.json").read_text())["settings"]
         size = sum(p.numel() for p in load_run(tmp_path / "run").model.parameters())
-        assert shown == settings | dict(device="cpu", parameters=size, started_in=os.getcwd())
+        assert shown == settings | dict(device="cpu", parameters=size, started_in=os.getcwd(), kernels_warning=None)
         assert {name: shown[name] for name in expected} == expected | dict(block_size=block_size)
     assert "resumed after 1 iterations\n" in capsys.readouterr().out
 

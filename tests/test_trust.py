@@ -208,7 +208,7 @@ def test_a_plan_without_kernels_says_so_and_is_another(gpu, capsys):
     settings = GRPOSettings(digits=2, device="cuda", eval_prompts=0, plan=True, **shape)
     plans = []
     for settings.kernels in ("auto", "torch"):
-        training.loop.run(prepare(settings), "GRPO", grpo.iterate)
+        training.loop.run(prepare(settings), grpo.iterate)
         plans.append(capsys.readouterr().out.splitlines())
     assert plans[1][0].startswith("warning: plain torch in place of kernels (all) and no CUDA graphs")
     assert "warning" not in plans[0][0] and plans[0][-1] != plans[1][-1]
@@ -220,7 +220,7 @@ def test_a_run_says_it_in_its_log_and_on_its_page_and_learns_the_same(tmp_path, 
     settings.init_from, settings.beta, folders = "", 0.0, [tmp_path / "auto", tmp_path / "torch"]
     for folder in folders:
         settings.kernels, settings.out_dir = folder.name, str(folder)
-        training.loop.run(prepare(settings), "GRPO", grpo.iterate)
+        training.loop.run(prepare(settings), grpo.iterate)
         monkeypatch.setattr(training.loop, "choose_kernels", lambda *_: "warning: slow")
     a, b = (next(folder.rglob("model.safetensors")).read_bytes() for folder in folders)
     assert a == b

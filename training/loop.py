@@ -47,7 +47,7 @@ from training.probe import probe
 from training.state import Training
 
 
-def run(prepared, title, iterate) -> bool:
+def run(prepared, iterate) -> bool:
     """Train as the settings say, with a meter and a log. With --plan only print the plan.
 
     -> False if the run was stopped. Then its last iteration was finished and saved, and --resume=auto goes on.
@@ -71,10 +71,10 @@ def run(prepared, title, iterate) -> bool:
             # If rank 0 does not get the lock, all processes end.
             lock = locked(settings.out_dir)
             processes.from_all_ranks(lambda: None if processes.rank else stack.enter_context(lock))
-            return train(prepared, title, iterate, device, processes, warning)
+            return train(prepared, iterate, device, processes, warning)
 
 
-def train(prepared, title, iterate, device, processes, warning):
+def train(prepared, iterate, device, processes, warning):
     """-> False if the run was stopped. warning: from `choose_kernels`."""
     settings, resume = prepared.settings, prepared.resume
     # The same in every process: a checkpoint keeps rank 0's generators. A reward function may draw from any generator.
@@ -92,8 +92,8 @@ def train(prepared, title, iterate, device, processes, warning):
         if resume is None and not quiet and is_used:
             moved = move_aside(folder)
         make_log = NoLog if quiet else RunLog
-        facts = dict(device=device.type) | (dict(kernels_warning=warning) if warning else {})
-        with make_log(settings, title, start, parameters=size_of(model), **facts) as log:
+        facts = dict(parameters=size_of(model), device=device.type, kernels_warning=warning)
+        with make_log(settings, start, **facts) as log:
             if warning:
                 log.to_file(warning)
             constants = {"data": prepared.task.fingerprint(), "pretrained": prepared.is_pretrained}
@@ -116,7 +116,7 @@ def train(prepared, title, iterate, device, processes, warning):
             if resume:
                 training.health = resume.state["health"]
                 training.extra_prompts = resume.state["extra_prompts"]
-            introduce(title, training, start, moved)
+            introduce(training, start, moved)
             log.to_file(meter.line("after init"))
             if settings.probe:
                 return probe(iterate, training)
@@ -124,7 +124,7 @@ def train(prepared, title, iterate, device, processes, warning):
                 log.say(f"nothing to do: all {start} iterations are done; a larger --max_iters goes on")
             finished = iterations(iterate, training)
             if finished:
-                log.say(f"{title} is done; next: {command('report')} {settings.out_dir}")
+                log.say(f"{settings.loop} is done; next: {command('report')} {settings.out_dir}")
             return finished
 
 
@@ -158,14 +158,14 @@ def size_of(model) -> int:
     return sum(weight.numel() for weight in weights_of(model).values())
 
 
-def introduce(title, training, start, moved):
+def introduce(training, start, moved):
     """The first lines of a run's log. moved: where an earlier run in the folder is now, or None."""
     prepared, settings, model = training.prepared, training.settings, training.model
     task, say, size = prepared.task, training.log.say, size_of(model)
     trained_size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trains = f" ({trained_size:,} trainable)" if trained_size < size else ""
     say(
-        f"{title} on {settings.task}: {size:,} parameters{trains} "
+        f"{settings.loop} on {settings.task}: {size:,} parameters{trains} "
         f"on {model.device} in {settings.dtype}, {settings.out_dir}"
     )
     if count := task.size("train"):
