@@ -42,7 +42,7 @@ class ModelOptions:
     norm: str = option("layernorm", "normalization", choices=("layernorm", "rmsnorm"))
     position: str = option(
         "learned",
-        "learned: GPT-2's position table; rotary: Llama's rotation",
+        "learned: GPT-2's table; rotary: Llama's rotation",
         choices=("learned", "rotary"),
     )
     mlp: str = option(
@@ -57,7 +57,6 @@ class ModelOptions:
 class RunOptions:
     """Where a run starts, where it writes, and what it runs on."""
 
-    out_dir: str = option("out/run", "the run's folder")
     init_from: str = option(
         "",
         "initial weights and the reference: a run, a Hugging Face model, PEFT adapters (folder or hub id), or the "
@@ -174,7 +173,7 @@ class MemoryOptions:
         "",
         "GiB, on CUDA a cap, or auto: what is free; finds the fastest options that fit and keep results",
     )
-    plan: bool = option(False, "print the memory that an iteration needs; needs no GPU")
+    plan: bool = option(False, "print the memory of an iteration; needs no GPU")
     num_processes: int = option(1, "with --plan: processes of the run", minimum=1)
 
 
@@ -375,6 +374,9 @@ class LoopSettings(
 ):
     """What SFT and GRPO share."""
 
+    usual = """max_iters batch_size out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task
+    max_tokens_per_micro_batch memory_budget_gb plan """
+
     def check(self):
         if not re.fullmatch(r"(auto|\d*\.?\d+)?", self.memory_budget_gb):
             raise SnugError(
@@ -392,7 +394,7 @@ class LoopSettings(
         if self.num_processes > self.batch_size:
             raise SnugError(
                 f"batch_size={self.batch_size} is less than {self.num_processes} processes; "
-                "each needs at least one prompt"
+                "each needs a prompt"
             )
 
     @property
@@ -430,9 +432,9 @@ class LoopSettings(
 class SFTSettings(LoopSettings):
     """Supervised fine-tuning on a task's demonstrations: the options of train_sft.py."""
 
-    usual = """max_iters batch_size out_dir init_from seed device dtype resume save_interval eval_interval
-    learning_rate lr_schedule lora_rank task assistant_turns tokenizer n_layer n_embd block_size
-    max_tokens_per_micro_batch memory_budget_gb plan"""
+    usual = LoopSettings.usual + (
+        "save_interval lr_schedule assistant_turns tokenizer n_layer n_embd block_size"
+    )
     loop = "SFT"
     pretrained_learning_rate = 2e-5  # TRL's
 
@@ -461,9 +463,9 @@ class GRPOSettings(
 ):
     """Group relative policy optimization: the options of grpo.py."""
 
-    usual = """max_iters batch_size group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher
-    out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task
-    max_tokens_per_micro_batch memory_budget_gb plan probe"""
+    usual = LoopSettings.usual + (
+        "group_size max_new_tokens temperature tools reward_funcs loss_type beta teacher probe"
+    )
     loop = "GRPO"
     pretrained_learning_rate = 1e-6  # TRL's
 
