@@ -61,8 +61,9 @@ def main(settings, given, folder: str):
     starts = {iteration_of(path): path for path in checkpoints(folder)}
     at = settings.at or max(starts)
     if at not in starts:
-        there = ", ".join(map(str, starts))
-        raise SnugError(f"{folder} has no checkpoint after {at} iterations, but after {there}")
+        raise SnugError(
+            f"{folder} has no checkpoint after {at} iterations, but after {', '.join(map(str, starts))}"
+        )
     if at >= run.max_iters:
         raise SnugError(f"{folder} ends after {run.max_iters} iterations; go on: --max_iters={at + 20}")
 

@@ -100,7 +100,7 @@ class Prepared:
         most = self.settings.max_prompt_length
         if 0 < most < len(ids) and not isinstance(prompt, str):
             raise SnugError(
-                f"max_prompt_length={most} would cut a chat prompt of {len(ids)} tokens; raise it, or drop such rows: "
+                f"max_prompt_length={most} would cut a chat prompt of {len(ids)} tokens; raise it, or add "
                 "--drop_long_prompts"
             )
         return ids[-most:] if cut else ids  # [-0:] is all

@@ -155,8 +155,9 @@ class Saver:
                 with suppress(Exception):  # the error below is the one to raise
                     if self.saved != iteration:
                         self.write(iteration, progress, last=True)
-                place = newest_name(self.folder)
-                self.say(f"before the error below: --resume=auto goes on from {place}")
+                self.say(
+                    f"before the error below: --resume=auto goes on from {newest_name(self.folder)}"
+                )
             raise
 
 

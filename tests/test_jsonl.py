@@ -333,7 +333,7 @@ def test_messages_are_not_cut(tmp_path):
     options |= dict(n_layer=1, n_embd=16, batch_size=8, group_size=2, max_iters=1, max_new_tokens=4, eval_prompts=0)
     path = long_rows(tmp_path, long=range(0, 50, 2))  # 25 of 50 prompts have 30 bytes, the others 2 or 3
     run = GRPOSettings(task="jsonl", data_file=path, max_prompt_length=20, **options)
-    message = "max_prompt_length=20 would cut a chat prompt of 47 tokens; raise it, or drop"
+    message = "max_prompt_length=20 would cut a chat prompt of 47 tokens; raise it, or add"
     assert_refused(message, prepare, run)
     prepare(dataclasses.replace(run, max_prompt_length=47))
     assert len(prompts_of(prepare(dataclasses.replace(run, drop_long_prompts=True)))) == 25

@@ -42,11 +42,11 @@ class Scored(NamedTuple):
 
 def score(rollouts, episodes, prepared) -> Scored:
     """Decode the completions, call the reward functions, add up the rewards."""
-    k, rows, completions = episodes.k, episodes.rows, episodes.finish(rollouts)
+    k, completions = episodes.k, episodes.finish(rollouts)
     scores = prepared.score(episodes.prompts, completions, episodes.columns(rollouts))
     totals = scores.totals or [math.nan] * len(completions)  # a teacher needs no reward functions
     rewards = torch.tensor(totals).view(-1, prepared.settings.group_size)
-    columns = repeat_columns(rows, k) | scores.extra | dict(prompt=episodes.prompts)
+    columns = repeat_columns(episodes.rows, k) | scores.extra | dict(prompt=episodes.prompts)
     return Scored(rollouts, rewards, scores.by_function, columns, scores.metrics, episodes.figures(), k)
 
 

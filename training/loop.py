@@ -83,8 +83,10 @@ def train(prepared, iterate, device, processes, warning):
     if source := resume or prepared.origin:
         say(f"loading {source.path}")
     with MemoryMeter(device) as meter:
-        reference = processes.shard(load_reference(prepared, processes.loads_on(device)), device)
-        teacher = processes.shard(load_teacher(prepared, processes.loads_on(device)), device)
+        reference, teacher = (
+            processes.shard(load(prepared, processes.loads_on(device)), device)
+            for load in (load_reference, load_teacher)
+        )
         model, optimizer, start = begin(prepared, device, processes)  # last: it restores the generators
         moved, folder = None, Path(settings.out_dir)
         quiet = settings.probe or processes.rank
@@ -105,7 +107,7 @@ def train(prepared, iterate, device, processes, warning):
                 model,
                 optimizer,
                 log.say,
-                start or None,  # before the first iteration there is no checkpoint
+                start,
                 processes,
                 **constants,
             )

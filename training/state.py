@@ -108,9 +108,11 @@ class Training:
         # The loss may be finite although the batch has an infinity.
         odd = not_finite(sequences.columns(indices))
         if math.isfinite(metrics["loss"]) and not odd:
-            clip, norm_of_all = self.settings.grad_clip, self.processes.norm
+            clip = self.settings.grad_clip
             with self.meter.phase("optimizer"):
-                step = partial(optimizer_step, model, optimizer, learning_rate, clip, norm_of_all)
+                step = partial(
+                    optimizer_step, model, optimizer, learning_rate, clip, self.processes.norm
+                )
                 norm = self.limits.retry("optimizer", step)
         if math.isfinite(norm):
             self.health["dropped_in_a_row"] = 0
