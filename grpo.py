@@ -41,7 +41,6 @@ from training import notebook
 from training.figures import add_up, join, mean_of, metrics_of, rollout_metrics, score
 from training.frozen import add_logprobs
 from training.loop import run
-from training.optimizer import learning_rate_at
 from training.parallel import score_together
 
 
@@ -78,9 +77,8 @@ def iterate(iteration, training, collect=None):
     scored, metrics = (collect or collect_groups)(iteration, training)
     rollouts = scored.rollouts  # N completions
 
-    # 3. Cut them into optimizer steps, and steps into micro-batches, which are smaller after an out-of-memory.
-    max_tokens = training.limits.max_tokens_per_micro_batch
-    cut = Cut(rollouts, settings.train_batch_size, max_tokens, scored.shared, training.processes)
+    # 3. Cut them into optimizer steps. `attempt` cuts steps into micro-batches, smaller ones after an out-of-memory.
+    cut = Cut(rollouts, settings.train_batch_size, 0, scored.shared, training.processes)
 
     # 4. Log-probs before the first step: the sampler's, the reference's, the teacher's.
     add_logprobs(rollouts, cut, training)
@@ -89,7 +87,7 @@ def iterate(iteration, training, collect=None):
     rollouts.advantages = advantages_of(scored, training).to(model.device)  # (N,)
 
     # 6. Learn, num_iterations times over. Skip a step that teaches nothing: moments and decay would move the weights.
-    learning_rate, taken = learning_rate_at(iteration, settings), []
+    taken = []
     entropies = torch.zeros_like(rollouts.sampling_logprobs)  # (N, T_c), for the log
     gradient = partial(
         accumulate_gradient, model, rollouts, settings=settings, entropies=entropies, teacher=teacher
@@ -101,13 +99,12 @@ def iterate(iteration, training, collect=None):
             # 7. Forward, head and loss, backward, a micro-batch at a time.
             sums = training.attempt("train", gradient, cut=cut, step=step)
             # 8. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
-            taken.append(training.take_step(sums, learning_rate, iteration, rollouts, indices))
+            taken.append(training.take_step(sums, iteration, rollouts, indices))
 
     # 9. What the log says.
     training.processes.add(entropies)
     record = {"iter": iteration} | mean_of(taken) | metrics
     record["skipped_steps"] = settings.num_iterations * len(cut.steps) - len(taken)
-    record["learning_rate"] = learning_rate
     return record, training.samples(scored, entropies)
 
 

@@ -28,7 +28,6 @@ from snug.logprobs import head_loss
 from snug.memory.ledger import component
 from training import notebook
 from training.loop import run
-from training.optimizer import learning_rate_at
 
 
 def main(prepared):
@@ -46,20 +45,19 @@ def iterate(iteration, training, make_batch=None):
     """One optimizer step -> (its line for the log, no samples). make_batch: a planner's `demonstrations`."""
     settings, model = training.settings, training.model
 
-    # 1. Demonstrations, cut into micro-batches.
+    # 1. Demonstrations, which `attempt` cuts into micro-batches.
     batch = (make_batch or demonstrations)(iteration, training)
-    cut = Cut(batch, 0, training.limits.max_tokens_per_micro_batch, 1, training.processes)
+    cut = Cut(batch, processes=training.processes)
 
     # 2. Forward, head and loss, backward, a micro-batch at a time. After an out-of-memory the step starts again.
     sums = training.attempt("train", accumulate_gradient, model, batch, cut=cut, settings=settings)
 
     # 3. Add up over processes, clip, update. A step whose loss or gradient is not finite is dropped: {}.
-    learning_rate = learning_rate_at(iteration, settings)
-    metrics = training.take_step(sums, learning_rate, iteration, batch, cut.step_indices[0])
+    metrics = training.take_step(sums, iteration, batch, cut.step_indices[0])
 
     # 4. What the log says.
     stats, num_tokens = training.meter.stats(), sum(map(len, cut.places))
-    record = {"iter": iteration} | metrics | {"learning_rate": learning_rate}
+    record = {"iter": iteration} | metrics
     record["completion_length_mean"] = num_tokens / settings.batch_size
     seconds = stats["time_train_s"] + stats.get("time_optimizer_s", 0.0)
     record["tokens_per_second"] = num_tokens / seconds
@@ -83,7 +81,7 @@ def held_out_loss(training) -> dict:
     """-> the mean loss of the tokens of held-out demonstrations, in batches as large as those of training."""
     settings = training.settings
     batch = demonstrations(0, training, "test", settings.eval_prompts)
-    cut = Cut(batch, settings.batch_size, 0, 1, training.processes)
+    cut = Cut(batch, settings.batch_size, processes=training.processes)
     forward = partial(accumulate_gradient, training.model, batch, settings=settings)
     with training.meter.phase("eval"):
         loss = training.limits.retry("train", forward, cut)["loss"]

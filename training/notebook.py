@@ -104,5 +104,5 @@ class FinishedRun:
         settings, given = make_settings(
             EvaluateSettings, "", dict(task=self.settings.task, samples_file="none") | options
         )
-        prepared, file = prepare_evaluation(settings, given, self.folder, self.functions)
-        return evaluate(settings, prepared, file, self.loaded)[0]["scores"]
+        prepared = prepare_evaluation(settings, given, self.folder, self.functions)
+        return evaluate(settings, *prepared, self.loaded)[0]["scores"]

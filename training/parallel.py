@@ -134,7 +134,7 @@ class ShardedProcesses(Processes):
                 f"parallel='fsdp' needs torch 2.13, not {torch.__version__}; update it, or use --parallel=ddp"
             )
         # No block's output is changed in place while gradients are on.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         reduce_dtype = None if settings.param_dtype == "float64" else torch.float32
         options = dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         if settings.param_offload:

@@ -21,7 +21,7 @@ from snug.memory import Limits, MemoryMeter
 from snug.memory.ledger import not_finite
 from training.figures import groups_of, sample_records
 from training.guard import HEALTH, drop
-from training.optimizer import gradients_of, optimizer_step
+from training.optimizer import gradients_of, learning_rate_at, optimizer_step
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Training:
                 scores |= evaluate_run(self.model, self.prepared, self.meter, self.limits)
             return scores
 
-    def take_step(self, metrics, learning_rate, iteration, sequences, indices):
+    def take_step(self, metrics, iteration, sequences, indices):
         """The end of an optimizer step on these sequences: clip and update -> metrics with grad_norm.
 
         {} if the loss, the gradient or the batch is not finite: then nothing has changed, and the guard reported it.
@@ -108,11 +108,9 @@ class Training:
         # The loss may be finite although the batch has an infinity.
         odd = not_finite(sequences.columns(indices))
         if math.isfinite(metrics["loss"]) and not odd:
-            clip = self.settings.grad_clip
+            rate, clip = learning_rate_at(iteration, self.settings), self.settings.grad_clip
             with self.meter.phase("optimizer"):
-                step = partial(
-                    optimizer_step, model, optimizer, learning_rate, clip, self.processes.norm
-                )
+                step = partial(optimizer_step, model, optimizer, rate, clip, self.processes.norm)
                 norm = self.limits.retry("optimizer", step)
         if math.isfinite(norm):
             self.health["dropped_in_a_row"] = 0
@@ -134,6 +132,7 @@ class Training:
             scores = self.evaluate_if_due(done)
         finally:  # an evaluation that fails loses no line of the log
             record |= self.before | scores | self.meter.stats()
+            record["learning_rate"] = learning_rate_at(record["iter"], self.settings)
             record["time_s"] = time.perf_counter() - self.started
             record["dropped_steps"] = self.health["dropped_steps"]
             found = hints(record)
