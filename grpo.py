@@ -17,7 +17,7 @@ from functools import partial
 
 from runs.checkpoint import find_run
 from runs.prepare import prepare_from
-from settings import OWN_LOSS, GRPOSettings
+from settings import LOSSES, GRPOSettings
 from snug.options import friendly_errors
 from snug.options.progress import say, speak
 
@@ -132,7 +132,7 @@ def collect_groups(iteration, training):
     scored = join(parts)
     metrics = rollout_metrics(scored) | dict(gen_batches=len(parts))
     seconds = training.meter.stats()["time_rollout_s"]
-    metrics["tokens_per_second"] = metrics.pop("tokens") / seconds
+    metrics["tokens_per_second"] = int(scored.rollouts.completion_lengths.sum()) / seconds
     if scored.by_function and settings.group_size > 1:
         metrics["frac_reward_zero_std"] = float((~varied).float().mean())
     if len(parts) > 1:
@@ -209,7 +209,7 @@ def trainable(rollouts, indices, settings) -> list[int]:
 def teaches(rollouts, indices, settings) -> bool:
     """Can the gradient be anything but 0? True if a number is not finite: `take_step` drops that step and says so."""
     sequences = trainable(rollouts, indices, settings)
-    always = settings.teacher or settings.beta or settings.loss is OWN_LOSS
+    always = settings.teacher or settings.beta or settings.loss_type not in LOSSES
     learns = sequences and (always or rollouts.advantages[sequences].any())
     return bool(learns or not_finite(rollouts.columns(indices)))
 

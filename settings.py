@@ -33,7 +33,7 @@ class ModelOptions:
     n_head: int = option(4, "attention heads", minimum=1)
     n_kv_head: int = option(0, "key/value heads (grouped-query attention); 0: n_head")
     n_embd: int = option(64, "width of the residual stream", minimum=1)
-    n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd for gelu, 8/3 * n_embd for swiglu")
+    n_hidden: int = option(0, "width of the MLP; 0: 4 * n_embd, for swiglu 8/3 * n_embd")
     block_size: int = option(
         64,
         "tokens of prompt and completion together; at most init_from's",
@@ -45,9 +45,7 @@ class ModelOptions:
         "learned: GPT-2's table; rotary: Llama's rotation",
         choices=("learned", "rotary"),
     )
-    mlp: str = option(
-        "gelu", "gelu: GPT-2's MLP; swiglu: Llama's gated MLP", choices=("gelu", "swiglu")
-    )
+    mlp: str = option("gelu", "gelu: GPT-2's; swiglu: Llama's, gated", choices=("gelu", "swiglu"))
     qkv_bias: bool = option(False, "biases in the query/key/value projection only (Qwen2)")
     rope_theta: float = option(10000.0, "rotary: base of the frequencies", minimum=1)
     tie_embeddings: bool = option(True, "one matrix for the embedding and the head")
@@ -79,7 +77,7 @@ class RunOptions:
         "auto: Triton's where they are right on this GPU; torch: none, and no CUDA graphs",
         choices=("auto", "torch"),
     )
-    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, but needs less memory")
+    enforce_eager: bool = option(False, "sample without CUDA graphs: slower, less memory")
     resume: str = option(
         "never",
         "auto: continue the run in out_dir; a folder: that run. Options given replace its own",
@@ -140,7 +138,7 @@ class TrainOptions:
 class MemoryOptions:
     """Options that save memory. docs/memory.md has their savings and costs. --plan prints what an iteration needs."""
 
-    max_tokens_per_micro_batch: int = option(0, "tokens of a micro-batch; 0: a step is one micro-batch")
+    max_tokens_per_micro_batch: int = option(0, "tokens of a micro-batch; 0: all of a step")
     max_rollout_batch: int = option(0, "completions decoded at a time; 0: all")
     logits_chunk_mb: float = option(0.0, "MiB of a chunk of logits; 0: by device")
     checkpoint_blocks: str = option(

@@ -347,7 +347,8 @@ def prepare_warm_start(settings: GRPOSettings, config: str) -> Prepared:
     SnugError."""
     names = {"seed", "device", "parallel", "dtype", "kernels", "enforce_eager", "plan"}
     names |= {*settings.of_task()} - OF_DEMONSTRATIONS
-    names |= {"memory_budget_gb"} if settings.memory_budget_gb else set()
+    if settings.memory_budget_gb:
+        names.add("memory_budget_gb")
     values = {name: getattr(settings, name) for name in names} | dict(resume="auto")
     return prepare(*make_settings(SFTSettings, config, values))
 

@@ -109,7 +109,6 @@ def rollout_metrics(scored) -> dict[str, float]:
     metrics |= dict(
         completion_length_mean=float(rollouts.completion_lengths.float().mean()),
         truncated_fraction=float((~rollouts.stopped).float().mean()),
-        tokens=int(rollouts.completion_lengths.sum()),
     )
     if scored.episodes:
         metrics |= episode_metrics(scored)
