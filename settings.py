@@ -372,8 +372,8 @@ class LoopSettings(
 ):
     """What SFT and GRPO share."""
 
-    usual = """max_iters batch_size out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank task
-    max_tokens_per_micro_batch memory_budget_gb plan """
+    usual = """max_iters batch_size out_dir init_from seed device dtype resume eval_interval learning_rate lora_rank
+    task max_tokens_per_micro_batch memory_budget_gb plan """
 
     def check(self):
         if not re.fullmatch(r"(auto|\d*\.?\d+)?", self.memory_budget_gb):
