@@ -7,7 +7,6 @@ Two users copy beside compute, each in the order in which it needs the tensors: 
 optimizer's state and gradients (training/optimizer.py). Inputs of blocks (snug/kernels/layers.py) are copied in order.
 """
 
-import math
 import mmap
 import weakref
 from contextlib import contextmanager, suppress
@@ -84,12 +83,13 @@ def new_on_host(like: torch.Tensor, dtype=None, keep=False, device=None) -> torc
     Raises SnugError if the pages cannot be pinned.
     """
     dtype = dtype or like.dtype
+    size = like.shape.numel() * dtype.itemsize
     ledger = like.fake_mode.host if is_planned(like) else HOST
     pin = (device or like.device).type == "cuda" or like.is_pinned()
     ledger.making = True
     try:
-        if pin and keep and math.prod(like.shape) * dtype.itemsize >= MIB:
-            tensor = pinned_in_place(like.shape, dtype)
+        if pin and keep and size >= MIB:
+            tensor = pinned_in_place(like.shape, dtype, size)
         else:
             tensor = torch.empty(like.shape, dtype=dtype, pin_memory=pin)
     finally:
@@ -98,8 +98,7 @@ def new_on_host(like: torch.Tensor, dtype=None, keep=False, device=None) -> torc
     return tensor
 
 
-def pinned_in_place(shape, dtype) -> torch.Tensor:
-    size = math.prod(shape) * dtype.itemsize
+def pinned_in_place(shape, dtype, size) -> torch.Tensor:
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A reward function may fork this process. The kernel would copy all pinned pages, which no fork needs.
     pages.madvise(mmap.MADV_DONTFORK)
