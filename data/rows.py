@@ -96,29 +96,30 @@ class FileTask(Task):
             raise SnugError(
                 f"task={settings.task!r} needs data_file, such as --data_file=prompts.jsonl{self.remedy}"
             )
-        rows, self.rows = self.read(path), {"train": [], "test": []}
+        rows = train = self.read(path)
+        test = []
         if settings.test_file:
-            self.rows = {"train": rows, "test": self.read(settings.test_file)}
-            train, test = ({self.problem(row) for row in each} for each in self.rows.values())
-            if (settings.max_iters or path != settings.test_file) and (shared := train & test):
+            test = self.read(settings.test_file)
+            shared = {*map(self.problem, train)} & {*map(self.problem, test)}
+            if shared and (settings.max_iters or path != settings.test_file):
                 raise SnugError(
                     f"test_file={settings.test_file} has {len(shared)} prompts of data_file, such as "
                     f"{min(shared)!r:.60}; remove them"
                 )
-        elif not settings.eval_prompts:
-            self.rows["train"] = rows
-        else:
+        elif settings.eval_prompts:
             ranks = [(split_of(text), hash_of(text)) for text in map(self.problem, rows)]  # test first
             held_out = {*sorted(ranks)[: min(len(rows) // 5, ENOUGH)]} | {
                 rank for rank in ranks if rank[0] == "test"
             }
-            for row, rank in zip(rows, ranks, strict=True):
-                self.rows["test" if rank in held_out else "train"].append(row)
-        held_out, whole = {*map(self.problem, self.rows["test"])}, self.rows["train"]
-        earlier = [part for row in whole for part in self.earlier(row)]
-        self.rows["train"] = whole + [part for part in earlier if self.problem(part) not in held_out]
+            ranked = [*zip(rows, ranks, strict=True)]
+            train = [row for row, rank in ranked if rank not in held_out]
+            test = [row for row, rank in ranked if rank in held_out]
+        tested = {*map(self.problem, test)}
+        earlier = [part for row in train for part in self.earlier(row)]
+        train = train + [part for part in earlier if self.problem(part) not in tested]
+        self.rows = {"train": train, "test": test}
         # A row has None where it lacks a column of others.
-        self.blank = dict.fromkeys(name for row in rows + self.rows["test"] for name in row)
+        self.blank = dict.fromkeys(name for row in rows + test for name in row)
         self.data = dict(self.rows)  # for the fingerprint, with the rows that are dropped later
         self.file = path
 
@@ -156,9 +157,9 @@ class FileTask(Task):
     def longest(self, encode):
         if not self.prompt_lengths:  # a run has one tokenizer
             rows = self.rows["train"] + self.rows["test"]
-            counts = (self.tokens(row, encode) for row in counted(rows, "prompts", "reading"))
+            counts = [self.tokens(row, encode) for row in counted(rows, "prompts", "reading")]
+            self.longest_row = max(map(sum, counts))
             prompts, self.answer_lengths = zip(*counts, strict=True)
-            self.longest_row = max(map(sum, zip(prompts, self.answer_lengths, strict=True)))
             self.longest_at = rows[prompts.index(max(prompts))].place
             self.prompt_lengths = prompts
         return max(self.prompt_lengths), max(self.answer_lengths)

@@ -86,7 +86,7 @@ MUTANTS = [
     ("split: SFT and an environment hold out other rows", "runs/prepare.py", "if learned_all or bool(begin.environment) != bool(settings.environment):", "if learned_all:", "test_sft.py"),
     ("learning rate: adapters have that of all weights", "settings.py", "(10 if self.lora_rank else 1)", "1", "test_notes.py"),
     ("learning rate: a run of a pretrained model begins another", "runs/prepare.py", 'source.state.get("pretrained", is_pretrained(source.path))', "is_pretrained(source.path)", "test_notes.py"),
-    ("eval_prompts=0 holds rows out", "data/rows.py", "elif not settings.eval_prompts:", "elif False:", "test_jsonl.py"),
+    ("eval_prompts=0 holds rows out", "data/rows.py", "elif settings.eval_prompts:", "elif True:", "test_jsonl.py"),
     ("a boolean is a number", "data/jsonl.py", "NUMBERS = (int, float)", "NUMBERS = (int, float, bool)", "test_jsonl.py"),
     ("code: tests go on behind a statement that failed", "examples/programs.py", "if not counts:", "if False:", "test_code.py"),
     ("code: asserts that cannot fail count", "examples/programs.py", "any(not isinstance(node.test, ast.Constant) for node in asserts)", "bool(asserts)", "test_code.py"),
