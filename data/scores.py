@@ -38,7 +38,7 @@ def majority(answers, right):
     winners = [
         is_right for answer, is_right in zip(answers, right, strict=True) if votes[answer] == most
     ]
-    return mean_of(winners) or 0.0
+    return fmean(winners) if winners else 0.0
 
 
 def wilson(mean: float, n: int):
@@ -76,7 +76,7 @@ def summarize(greedy, sampled):
     different = len({json.dumps(sample["prompt"]) for sample in greedy})
     intervals = {name: wilson(mean, different) for name, mean in scores.items()}
     shown = sampled or greedy
-    means = {name: mean_of([sample[name] for sample in shown]) for name in ("length", "stopped")}
+    means = {name: fmean(sample[name] for sample in shown) for name in ("length", "stopped")}
     rewards = reward_means(shown)
     if len(rewards) > 1:
         means |= {"reward_greedy": reward_means(greedy)["reward"]} | rewards
@@ -98,9 +98,9 @@ def group_scores(groups):
 
 def pass_rates(samples, suffix=""):
     """-> {"pass_at_1": the share of right samples}, and task_pass_at_1 if they have a task_reward."""
-    rates = {"pass_at_1" + suffix: mean_of([sample["right"] for sample in samples])}
+    rates = {"pass_at_1" + suffix: fmean(sample["right"] for sample in samples)}
     if "task_reward" in samples[0]:
-        rates["task_pass_at_1" + suffix] = mean_of([sample["task_reward"] == 1 for sample in samples])
+        rates["task_pass_at_1" + suffix] = fmean(sample["task_reward"] == 1 for sample in samples)
     return rates
 
 
@@ -109,12 +109,9 @@ def reward_means(samples):
     means = {}
     for name in dict.fromkeys(name for sample in samples for name in sample):
         if name.startswith("reward"):
-            means[name] = mean_of([s[name] for s in samples if s.get(name) is not None])
+            scored = [s[name] for s in samples if s.get(name) is not None]
+            means[name] = fmean(scored) if scored else None
     return means
-
-
-def mean_of(values: list[float]) -> float | None:
-    return fmean(values) if values else None
 
 
 def table(summary):

@@ -120,7 +120,7 @@ MUTANTS = [
     ("pairs: the verdict on greedy answers", "data/pairs.py", 'item[0].endswith("right")][-1]', 'item[0].endswith("right")][0]', "test_pairs.py"),
     ("evaluations: any task's reward is 1", "data/scores.py", 'sample["task_reward"] == 1', 'sample["task_reward"] is not None', "test_scoring.py"),
     ("evaluations: few are cut off, but the table says most", "data/scores.py", 'summary["means"]["stopped"] <= 0.5', 'summary["means"]["stopped"] <= 1', "test_evaluate.py"),
-    ("evaluations: None is 0 in the mean", "data/scores.py", "mean_of([s[name] for s in samples if s.get(name) is not None])", "mean_of([s.get(name) or 0.0 for s in samples])", "test_scoring.py"),
+    ("evaluations: None is 0 in the mean", "data/scores.py", "[s[name] for s in samples if s.get(name) is not None]", "[s.get(name) or 0.0 for s in samples]", "test_scoring.py"),
     ("a chat's completions are scored as messages", "data/task.py", "texts = list(map(text_of, completions))", "texts = list(completions)", "test_data.py"),
     ("votes of a chat are messages", "data/task.py", "self.answer_of(text_of(each))", "self.answer_of(each)", "test_data.py"),
     ("a training prompt is a test prompt", "data/task.py", "split_of(self.identity(row)) == split", "split", "test_data.py"),
