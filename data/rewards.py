@@ -115,19 +115,20 @@ def call_all(functions, arguments, timeout):
     rewards = []
     with chdir("."):
         for function in functions:
-            with blaming(f"reward function {name_of(function)}", f"reward_timeout={timeout:g}", hint):
+            name = f"reward function {name_of(function)}"
+            with blaming(name, f"reward_timeout={timeout:g}", hint):
                 own = {  # a copy of each completion's values, which the function may change
-                    name: value if name in OURS else list(map(deepcopy, value))
-                    for name, value in arguments.items()
+                    column: value if column in OURS else list(map(deepcopy, value))
+                    for column, value in arguments.items()
                 }
                 answer = complete(partial(function, **own), timeout)
-            rewards.append(checked(function, answer, completions))
+            rewards.append(checked(name, answer, completions))
     return rewards
 
 
-def checked(function, rewards, completions):
-    """What a function returned -> a finite number or None per completion. Raises SnugError."""
-    name, count = f"reward function {name_of(function)}", len(completions)
+def checked(name, rewards, completions):
+    """What the function of this name returned -> a finite number or None per completion. Raises SnugError."""
+    count = len(completions)
     if hasattr(rewards, "tolist"):  # a tensor or an array
         rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != count:
@@ -140,6 +141,8 @@ def checked(function, rewards, completions):
             number = float(0 + reward)
         numbers.append(number)
         if number is not None and not abs(number) < LARGEST:
-            problem = f"{name} returned {reward!r:.60} for the completion {completion!r:.60}"
-            raise SnugError(f"{problem}; return None or a number below {LARGEST:g}")
+            raise SnugError(
+                f"{name} returned {reward!r:.60} for the completion {completion!r:.60}; return None or a number "
+                f"below {LARGEST:g}"
+            )
     return numbers
