@@ -63,7 +63,7 @@ class Jsonl(FileTask):
             needed = not row.get("demonstration") if demonstrations else scores
             if problem and needed:
                 raise SnugError(f"{row.place}: answer {problem}")
-            self.scored = self.scored and not problem
+            self.scored &= not problem
         self.only_numbers = all(type(row.get("answer")) in NUMBERS for row in rows)
 
     def row_of(self, value):

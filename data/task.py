@@ -123,9 +123,8 @@ class Task:
             row = self.propose(rng)
             if row and split_of(self.identity(row)) == split:
                 return row
-        task = self.settings.task
         raise SnugError(
-            f"task={task}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
+            f"task={self.settings.task}: no {split} prompt in {MAX_PROPOSALS:,} tries; loosen its options"
         )
 
     def rewards(self, prompts: list, completions: list, **columns: list) -> list[float]:

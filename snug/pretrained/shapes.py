@@ -211,8 +211,7 @@ def written(c: GPTConfig, family, dtype) -> dict:
         )
     if "full_every" in may_have:
         kinds = "full_attention", "sliding_attention", "linear_attention"
-        places = [c.slides(i) + 2 * c.is_linear(i) for i in range(c.n_layer)]
-        config["layer_types"] = [kinds[place] for place in places]
+        config["layer_types"] = [kinds[c.slides(i) + 2 * c.is_linear(i)] for i in range(c.n_layer)]
     if "nope_every" in may_have:
         config["no_rope_layers"] = [int(c.rope(layer) != "") for layer in range(c.n_layer)]
     rope = {}
