@@ -70,9 +70,11 @@ def methods_of(environment):
 
     Looks at the class, because looking at the object would compute its properties.
     """
-    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    members = inspect.getmembers(type(environment), inspect.isfunction)
     return {
-        name: getattr(environment, name) for name in names if name[0] != "_" and name not in NO_TOOLS
+        name: getattr(environment, name)
+        for name, _ in members
+        if name[0] != "_" and name not in NO_TOOLS
     }
 
 
@@ -144,18 +146,17 @@ def read_call(text: str, tools=None):
     """A JSON object with a name and arguments -> a call, or one with an error. A text in it may have raw newlines.
 
     tools: {name: parameters}, if the call is XML instead."""
-    function = dict(name="", arguments={})
     xml = tools is not None
-    problem = dict(error=NO_XML if xml else UNREADABLE)
     with suppress(Exception):
         value = read_function(text, tools) if xml else json.loads(text, strict=False)
-        read = dict(
+        function = dict(
             name=value["name"] + "", arguments={**value.get("arguments", value.get("parameters"))}
         )
         # Files of a run can hold neither NaN nor a lone surrogate.
-        json.dumps(read, allow_nan=False, ensure_ascii=False).encode()
-        function, problem = read, {}
-    return {"type": "function", "function": function} | problem
+        json.dumps(function, allow_nan=False, ensure_ascii=False).encode()
+        return dict(type="function", function=function)
+    function, error = dict(name="", arguments={}), NO_XML if xml else UNREADABLE
+    return dict(type="function", function=function, error=error)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
