@@ -23,11 +23,22 @@ class Confinement:
         self.missing = [
             name
             for name in ("user", "landlock", "seccomp")
-            if name in layers and not works(self.apply, 0, [name])
+            if name in layers and not self.works([name])
         ]
         self.layers = set(layers) - set(self.missing)
-        if not works(self.apply, 0, self.layers):
+        if not self.works(self.layers):
             raise OSError("no process can be confined here")
+
+    def works(self, layers):
+        """Can this process be confined with these layers? Tries it in a fork."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.apply(0, layers)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return os.waitpid(pid, 0)[1] == 0
 
     def apply(self, file, layers):
         """Confine this process for good, with the layers named. `file` becomes the file PIPE. Raises if one fails."""
@@ -54,18 +65,6 @@ class Confinement:
             linux.seccomp()
         if "audit" in layers:  # last, because it refuses what the others do
             sys.addaudithook(make_hook(self.folders))
-
-
-def works(attempt, *arguments):
-    """Does attempt(*arguments) raise nothing? It runs in a fork, so it changes nothing in this process."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            attempt(*arguments)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
 
 
 def die_with(parent):
