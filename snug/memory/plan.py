@@ -88,9 +88,7 @@ class PlannedBytes(Recorder, LiveBytes):
     def __torch_dispatch__(self, func, types, args, kwargs):
         if func is torch.ops.aten._local_scalar_dense.default and is_planned(args[0]):
             # `item` of a tensor without data: let losses and norms be finite, and something be left to learn
-            if args[0].dtype == torch.bool:
-                return True
-            return 0.0 if args[0].is_floating_point() else 0
+            return int(args[0].dtype == torch.bool)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -171,7 +169,7 @@ class Plan:
         def row(name, sizes):
             return f"{name:22}" + "".join(f"{bytes_ / size:11.2f}" for bytes_ in sizes)
 
-        tables, largest = [Counter(components) for _, components in self.phases.values()], Counter()
+        tables, largest = [components for _, components in self.phases.values()], Counter()
         for components in tables:
             largest |= components  # the larger of both
         lines = [f"planned for {self.kind}: {unit} at each phase's peak"]
