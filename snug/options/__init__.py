@@ -92,8 +92,8 @@ def first_line(error: Exception) -> str:
 def find_path(path: str | Path, run: str | Path = "") -> Path:
     """What is not in the current folder may be in the project's: configs name files relative to it. Or above the folder
     of a run that was started elsewhere, or where that was."""
-    above = (Path(run), *Path(run).resolve().parents) if run else ()
-    above += tuple(place for folder in above for place in started_in(folder))
+    above = [Path(run), *Path(run).resolve().parents] if run else []
+    above += [place for folder in above for place in started_in(folder)]
     places = [Path(path), *(place / path for place in (HOME, *above))]
     return next(filter(os.path.exists, places), places[0])
 
@@ -208,7 +208,7 @@ def merge_options(cls, run, settings, given: set[str], **changes):
 def read_config(path: str) -> dict:
     """A file of `name = literal` lines -> {name: (file and line, value)}. Raises SnugError."""
     file, shipped = find_path(path), HOME / f"config/{path}.py"
-    if "/" not in path and not file.is_file() and shipped.exists():
+    if not file.is_file() and shipped.exists():
         file = shipped
     try:
         tree = ast.parse(file.read_bytes())
@@ -264,10 +264,8 @@ def parse_value(cls, name: str, text: str):
 
 def convert(text: str, kind):
     """Text -> a value of the type. Text that does not fit stays text; check_value refuses it."""
-    if typing.get_origin(kind) is list:
-        return [
-            convert(word.strip(), *typing.get_args(kind)) for word in text.split(",") if word.strip()
-        ]
+    if elements := typing.get_args(kind):
+        return [convert(word.strip(), *elements) for word in text.split(",") if word.strip()]
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     try:
@@ -298,15 +296,14 @@ def check_value(cls, name: str, value, where: str):
     if value is None and optional:
         return None
     is_list = isinstance(value, list | tuple)
-    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+    [element] = typing.get_args(kind) or [kind]
     items = list(value) if is_list else [value]
     if element is float:
         # By way of text: 10**400 becomes infinite, where float(10**400) raises.
         items = [float(str(item)) if type(item) is int else item for item in items]
     if is_list != (element is not kind) or any(type(item) is not element for item in items):
         raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
-    limits = fields(cls)[name].metadata
-    choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
+    _, choices, minimum, maximum = fields(cls)[name].metadata.values()
     for item in items:
         if choices and item not in choices and not (OWN in choices and ":" in item):
             hint = answer_to(item, choices)
@@ -352,8 +349,8 @@ def in_one_line(problem: str):
     try:
         yield
     except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"  # of a library in Rust
-        if not (isinstance(error, Exception) or is_panic):
+        # PanicException: of a library in Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise SnugError(f"{problem} ({described(error)[:300]})") from None
 
