@@ -196,7 +196,7 @@ OWN_LOSS = Loss("own", "token")  # the user's function
 
 def load_loss(spec: str, run: str):
     """ "module:function" -> your loss, found where reward functions are. Raises SnugError."""
-    return imported(spec, "loss_type", "write module:function, such as my_losses:tight", run=run)
+    return imported(spec, "loss_type", "my_losses:tight", run=run)
 
 
 @dataclass

@@ -35,7 +35,7 @@ def find_task(name: str, run: str | Path = "") -> type[Task]:
     place = TASKS.get(name, name)
     if name in TASKS and ":" not in place:
         return getattr(importlib.import_module(f"{__name__}.{name}"), place)
-    cls = imported(place, "task", "write module:Class, such as my_tasks:Letters", run=run)
+    cls = imported(place, "task", "my_tasks:Letters", run=run)
     if not (inspect.isclass(cls) and issubclass(cls, Task)):
         raise SnugError(f"task={name!r} is no task; derive the class from snug.Task")
     return cls
@@ -131,8 +131,7 @@ def load_reward_function(spec: str, functions, columns: Iterable[str], run: str 
     SnugError if there is no such module or function, or if it wants other columns. An error inside the module keeps its
     traceback.
     """
-    advice = "write module:function, such as my_rewards:is_short"
-    function = imported(spec, "reward_funcs", advice, functions, run)
+    function = imported(spec, "reward_funcs", "my_rewards:is_short", functions, run)
     try:
         inspect.signature(function).bind(**dict.fromkeys(sorted(ARGUMENTS | {*columns})))
     except TypeError as error:
@@ -142,10 +141,10 @@ def load_reward_function(spec: str, functions, columns: Iterable[str], run: str 
     return function
 
 
-def imported(spec: str, option: str, advice: str, functions=(), run: str | Path = "") -> Callable:
+def imported(spec: str, option: str, example: str, functions=(), run: str | Path = "") -> Callable:
     """ "module:name" -> what a module has by this name, or `functions`. option: what the spec is of, for messages.
 
-    advice: for a spec that is not of this form. run: a run's folder, for find_path. Raises SnugError, as
+    example: of a spec, for messages. run: a run's folder, for find_path. Raises SnugError, as
     load_reward_function.
     """
     if spec in functions:
@@ -153,7 +152,7 @@ def imported(spec: str, option: str, advice: str, functions=(), run: str | Path 
     module_name, _, name = spec.partition(":")
     problem = f"{option}={spec!r}"
     if not all(word.isidentifier() for word in [*module_name.split("."), name]):
-        raise SnugError(f"{problem}: {advice}")
+        raise SnugError(f"{problem}: write module:name, such as {example}")
     top, example = module_name.partition(".")[0], Path(f"{module_name.replace('.', '/')}.py")
     if top == "examples" and (HOME / example).exists() and not example.exists():
         module_name = f"{__name__.removesuffix('data')}{module_name}"

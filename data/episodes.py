@@ -62,9 +62,8 @@ class Toolbox:
         self.functions = load_tools(settings.tools, functions, settings.out_dir)
         self.make_environment, self.environments = type(None), []
         if settings.environment:
-            advice = "write module:Class, such as my_game:Game"
             self.make_environment = imported(
-                settings.environment, "environment", advice, functions, settings.out_dir
+                settings.environment, "environment", "my_game:Game", functions, settings.out_dir
             )
         methods = methods_of(self.some_environments(1)[0])
         for name in methods.keys() & self.functions.keys():
@@ -106,7 +105,7 @@ class Episode:
     def __init__(self, toolbox: Toolbox, row: dict, environment):
         self.toolbox, self.tokenizer, self.environment = toolbox, toolbox.tokenizer, environment
         self.functions = toolbox.functions | methods_of(environment)
-        self.prompt = row["prompt"]
+        self.row, self.prompt = row, row["prompt"]
         is_text = isinstance(self.prompt, str) or not toolbox.schemas
         self.form = "inline" if is_text else self.tokenizer.chat.call_form
         self.messages, self.turns = [], 0
@@ -120,8 +119,11 @@ class Episode:
     def of_environment(self, name: str, arguments: dict) -> str | None:
         """What `reset` or `reply` returns. Raises SnugError if it fails."""
         limit, kind = self.toolbox.settings.tool_timeout, type(self.environment).__name__
-        hint = f"it gets {', '.join(arguments)}"
-        with blaming(f"environment {kind}.{name}", f"tool_timeout={limit:g}", hint):
+        with blaming(
+            f"environment {kind}.{name}",
+            f"tool_timeout={limit:g}",
+            f"it gets {', '.join(arguments)}",
+        ):
             return text_within(getattr(self.environment, name), arguments, limit)
 
     def respond(self, ids: list[int]) -> list[int] | None:
@@ -202,7 +204,7 @@ class Episodes:
             repeated = [row for row in rows for _ in range(k)]
             environments = toolbox.some_environments(len(repeated))
             self.episodes = list(map(partial(Episode, toolbox), repeated, environments))
-            own = [row | dict(prompt=e.prompt) for row, e in zip(repeated, self.episodes, strict=True)]
+            own = [episode.row | dict(prompt=episode.prompt) for episode in self.episodes]
             same = all(row["prompt"] == own[i - i % k]["prompt"] for i, row in enumerate(own))
             self.rows, self.k = (own[::k], k) if same else (own, 1)
             self.respond = lambda row, ids: self.episodes[row].respond(ids)

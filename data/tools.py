@@ -46,9 +46,9 @@ def load_tools(specs, functions=(), run=""):
     functions: {spec: function} of a caller. run: a run's folder. A tool may have a function `start`, which is called
     here. Raises SnugError.
     """
-    tools, advice = {}, "write module:function, such as examples.tools:calc"
+    tools = {}
     for spec in specs:
-        tool = imported(spec, "tools", advice, functions, run)
+        tool = imported(spec, "tools", "examples.tools:calc", functions, run)
         if tools.setdefault(name_of(tool), tool) is not tool:
             raise SnugError(f"tools={spec!r}: two tools have the name {name_of(tool)}; rename one")
         if start := getattr(tool, "start", None):
@@ -60,8 +60,10 @@ def schema_of(function) -> dict:
     """The function's JSON schema, of its type hints and a docstring with "Args:", as in TRL. Raises SnugError."""
     with in_one_line("tools and environments need transformers: pip install transformers"):
         from transformers.utils import get_json_schema
-    advice = 'a tool needs a docstring with "Args:", and a type hint for each argument'
-    with in_one_line(f"tool {name_of(function)} has no JSON schema; {advice}"):
+    with in_one_line(
+        f"tool {name_of(function)} has no JSON schema; "
+        'a tool needs a docstring with "Args:", and a type hint for each argument'
+    ):
         return get_json_schema(function)
 
 
@@ -171,8 +173,9 @@ def call_tool(functions, call, seconds):
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if name not in functions:
-        problem = f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
-        problem = call.get("error", problem)
+        problem = call.get(
+            "error", f"there is no tool {name:.60}; the tools are {', '.join(functions)}"
+        )
     else:
         try:
             return text_within(functions[name], arguments, seconds), False

@@ -155,8 +155,9 @@ def prepare(
         settings, task, tokenizer, shape, *rewards, warm_start, resume, origin, toolbox=toolbox
     )
     if spec := settings.on_iteration:
-        advice = "write module:function"
-        prepared.on_iteration = imported(spec, "on_iteration", advice, functions, settings.out_dir)
+        prepared.on_iteration = imported(
+            spec, "on_iteration", "my_hooks:look", functions, settings.out_dir
+        )
     resolve_lengths(prepared, chosen)
     if settings.teacher:
         prepared.teacher = find_teacher(prepared)

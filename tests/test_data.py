@@ -237,12 +237,12 @@ def test_load_reward_function_from_the_current_directory(tmp_path, monkeypatch):
         "snug_test_rewards:is_shrt": "has no function or class is_shrt; did you mean is_short?",
         "snug_test_rewards:wants": "missing a required argument: 'solution'; it must take **columns, and the rows have prompt, answer",
         "snug_test_rewards:narrow": "got an unexpected keyword argument 'answer'; it must take **columns",
-        "Qwen/Qwen-RM": "write module:function, such as my_rewards:is_short",
-        "../a-b/snug_test.py:f": "write module:function",
+        "Qwen/Qwen-RM": "write module:name, such as my_rewards:is_short",
+        "../a-b/snug_test.py:f": "write module:name",
         "snug_test_rewards:length": "has no function or class length",
         "__main__:gone": "a script or a notebook defined it: resume there",
         "snug_test_absent:f": "no module snug_test_absent in",
-        **dict.fromkeys(["snug_test_rewards", ":f", ".relative:f", "a:b:c", ""], "write module:function"),
+        **dict.fromkeys(["snug_test_rewards", ":f", ".relative:f", "a:b:c", ""], "write module:name"),
     }.items():
         said = refused(load_reward_function, spec, {}, ["prompt", "answer"])
         assert message in said and repr(spec) in said

@@ -94,7 +94,7 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     assert load_tools([]) == {} and list(load_tools(["mine", "mine"], {"mine": search})) == ["search"]
     with pytest.raises(SnugError, match="tools='snug_test_tools:calc': two tools have the name calc; rename one"):
         load_tools(["examples.tools:calc", "snug_test_tools:calc"])
-    assert_refused("tools='calk': write module:function, such as examples.tools:calc", load_tools, ["calk"])
+    assert_refused("tools='calk': write module:name, such as examples.tools:calc", load_tools, ["calk"])
     tokenizer = get_tokenizer("bytes")
     tokenizer.chat = SimpleNamespace(tools=["another run's"])
     assert make_toolbox(GRPOSettings(environment="snug_test_tools:Game"), tokenizer).schemas == []
@@ -105,7 +105,7 @@ def test_tools_are_loaded_by_name(tmp_path, monkeypatch):
     with pytest.raises(SnugError, match="^tools: environment=Counter has a method add, too; rename one$"):
         functions = {"Counter": Counter, "add": tool_of("add", lambda: 1)}
         make_toolbox(GRPOSettings(tools=["add"], environment="Counter"), tokenizer, functions)
-    assert_refused("environment='Game': write module:Class", make_toolbox, GRPOSettings(environment="Game"), tokenizer)
+    assert_refused("environment='Game': write module:name", make_toolbox, GRPOSettings(environment="Game"), tokenizer)
 
 
 def test_methods_of_an_environment():
