@@ -112,20 +112,23 @@ class Limits:
         """Halve the limit of a phase. failures: how often the phase ran out of memory in a row.
 
         cut: the batch.Cut that was too large."""
-        if phase in DECODED:
-            now = min(getattr(self, DECODED[phase]) or self.completions, self.completions)
-            self.halve(DECODED[phase], now, 1, "decoding one completion", failure)
-        elif phase in ("reference", "teacher") and self.reference_batches > 1:
+        if phase == "optimizer" and failures == 1:
+            return  # an optimizer step has no limit: one more try
+        if phase in ("reference", "teacher") and self.reference_batches > 1:
             self.lower("reference_batches", self.reference_batches // 2, failure)
+            return
+        name, now, least, where = "", 0, 0, "in the optimizer step"
+        if phase in DECODED:
+            name, least, where = DECODED[phase], 1, "decoding one completion at a time"
+            now = min(getattr(self, name) or self.completions, self.completions)
         elif phase != "optimizer":
-            what = f"one sequence of {cut.longest} tokens"
-            self.halve("max_tokens_per_micro_batch", cut.largest, cut.longest, what, failure)
-        elif failures > 1:  # an optimizer step has no limit: one more try
-            raise at_the_floor("in the optimizer step", failure)
-
-    def halve(self, name, now, least, what, failure):
+            name, now, least = "max_tokens_per_micro_batch", cut.largest, cut.longest
+            where = f"one sequence of {least} tokens at a time"
         if now <= least:
-            raise at_the_floor(f"{what} at a time", failure)
+            raise SnugError(
+                f"out of memory, {where}: {failure}; try a lower --max_new_tokens, or --resume=auto with "
+                "--memory_budget_gb=auto or a lower one"
+            )
         self.lower(name, max(least, -(-now // 2)), failure)
 
     def lower(self, name, value, failure):
@@ -133,10 +136,3 @@ class Limits:
         self.halved[name] = [began, value]
         setattr(self, name, value)
         self.say(f"{failure}; going on with {name}={value}")
-
-
-def at_the_floor(where, failure) -> SnugError:
-    return SnugError(
-        f"out of memory, {where}: {failure}; try a lower --max_new_tokens, or --resume=auto with "
-        "--memory_budget_gb=auto or a lower one"
-    )
