@@ -496,7 +496,7 @@ MUTANTS = [
     ("signs of life: every process speaks", "snug/options/progress.py", "if IS_FIRST and not (console", "if not (console", "test_progress.py"),
     ("signs of life: a terminal gets lines too", "snug/options/progress.py", "IS_FIRST and not (console or sys.stdout).isatty()", "IS_FIRST", "test_progress.py"),
     ("signs of life: samples among the lines", "snug/options/progress.py", "file=console, flush", "flush", "test_progress.py"),
-    ("signs of life: a resumed run is fast", "snug/options/progress.py", "initial=done, ", "", "test_progress.py"),
+    ("signs of life: a resumed run is fast", "snug/options/progress.py", "        initial=done,\n", "", "test_progress.py"),
     ("signs of life: an evaluation counts its samplings apart", "snug/options/progress.py", "if total and PHASES and PHASES[-1].unit", "if total and not PHASES and PHASES[-1].unit", "test_progress.py"),
     ("signs of life: a failed loop goes on for ever", "snug/options/progress.py", "while len(PHASES) > depth:", "if PHASES[-1] is bar:", "test_progress.py"),
     ("log: the bar names no phase", "snug/options/progress.py", "depth == 1 and not total", "False", "test_progress.py"),

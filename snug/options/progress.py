@@ -39,9 +39,18 @@ def phase(name, total=0, unit="", done=0):
         yield PHASES[-1]
         return
     visible = total and IS_FIRST and sys.stderr.isatty()
-    options = {} if visible else dict(file=NOWHERE, position=99)
-    options |= dict(delay=3 if PHASES else 0, leave=False, dynamic_ncols=True, smoothing=0)
-    bar = tqdm(desc=name, total=total, unit=f" {unit}", initial=done, **options)
+    hidden = {} if visible else dict(file=NOWHERE, position=99)
+    bar = tqdm(
+        desc=name,
+        total=total,
+        unit=f" {unit}",
+        initial=done,
+        delay=3 if PHASES else 0,
+        leave=False,
+        dynamic_ncols=True,
+        smoothing=0,
+        **hidden,
+    )
     depth = len(PHASES)
     if depth == 1 and not total:
         PHASES[0].set_postfix_str(f"{name:9}")  # as wide as most, so that the bar stands still
@@ -67,8 +76,9 @@ def counted(things, unit, name="", total=None):
 
 def shown(bar: tqdm) -> str:
     """`3/12 micro-batches (00:20, 01:00 left)`: those left take as long as those done, on average."""
-    form = "{desc} {n_fmt}/{total_fmt}{unit} ({elapsed}, {remaining} left)"
-    form = form if bar.total else "{desc} ({elapsed})"
+    form = "{desc} ({elapsed})"
+    if bar.total:
+        form = "{desc} {n_fmt}/{total_fmt}{unit} ({elapsed}, {remaining} left)"
     return bar.format_meter(**bar.format_dict | dict(bar_format=form)).strip()
 
 

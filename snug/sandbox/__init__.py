@@ -142,11 +142,18 @@ class Sandbox:
         self.channel = Channel(end, self.timeout + LIMIT)
         numbers = str(theirs.fileno()), str(os.getpid())
         command = [sys.executable, "-P", "-m", "snug.sandbox.child", *numbers]
-        options = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        options |= dict(env=environment, cwd="/", pass_fds=[theirs.fileno()], start_new_session=True)
         try:
             with theirs:
-                self.process = subprocess.Popen(command, **options)
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                    cwd="/",
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
             self.channel.send(self.config)
             self.missing = self.reply()
         except (OSError, Lost) as error:
