@@ -27,8 +27,9 @@ class Addition(Task):
 
     def propose(self, rng):
         """Two numbers of exactly `digits` digits: {"prompt": "6025+3528=", "numbers": [6025, 3528], "answer": 9553}."""
-        smallest = 0 if self.settings.digits == 1 else 10 ** (self.settings.digits - 1)
-        a, b = (rng.randrange(smallest, 10**self.settings.digits) for _ in range(2))
+        digits = self.settings.digits
+        smallest = 0 if digits == 1 else 10 ** (digits - 1)
+        a, b = (rng.randrange(smallest, 10**digits) for _ in range(2))
         return {"prompt": f"{a}+{b}=", "numbers": [a, b], "answer": a + b}
 
     def identity(self, row):

@@ -115,8 +115,10 @@ def blaming(what: str, limit: str, hint: str):
         problem = f"took longer than {limit} seconds"
         if not isinstance(error, OutOfTime):
             place = traceback.extract_tb(error.__traceback__)[-1]
-            problem = f"raised {type(error).__name__}: {str(error)[:200]!r}"
-            problem += f" at {Path(place.filename).name}:{place.lineno}"
+            problem = (
+                f"raised {type(error).__name__}: {str(error)[:200]!r} "
+                f"at {Path(place.filename).name}:{place.lineno}"
+            )
         if isinstance(error, KeyError | AttributeError | TypeError):
             problem += f"; {hint}"
         failure = SnugError(f"{what} {problem}")

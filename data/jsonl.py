@@ -82,8 +82,9 @@ class Jsonl(FileTask):
                 if column in ARGUMENTS:
                     row.pop(column, None)
             elif name == "prompt" or column != "answer" and not self.free:
-                advice = f"it has {', '.join(value)}; name it with --{name}_column=NAME"
-                raise ValueError(f"has no column {column}; {advice}")
+                raise ValueError(
+                    f"has no column {column}; it has {', '.join(value)}; name it with --{name}_column=NAME"
+                )
             else:
                 row.pop(name, None)  # the file's own, if another is named
         prompt = row["prompt"]
@@ -143,8 +144,10 @@ def text_of(answer):
 def problem_of(answer) -> str:
     """Why this task cannot score by this answer; "" if it can."""
     if not isinstance(answer, str | int | float):
-        advice = "rows need an answer, or --answer_column=NAME, or else a demonstration (SFT), or reward_funcs (GRPO)"
-        return f"must be text, a number or a boolean, not {answer!r:.40}; {advice}"
+        return (
+            f"must be text, a number or a boolean, not {answer!r:.40}; rows need an answer, or "
+            "--answer_column=NAME, or else a demonstration (SFT), or reward_funcs (GRPO)"
+        )
     if type(answer) in NUMBERS and last_number(text_of(answer)) is None:
         return f"{answer!r:.40} is no number of at most {MAX_ANSWER} digits; write it as text"
     return ""

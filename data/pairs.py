@@ -63,10 +63,9 @@ def compared(pairs):
 def said(row) -> str:
     """`compared` -> "A 0.952, B 0.901, B - A -0.051 (-0.081 to -0.021), up in 0 and down in 5, p = 0.062"."""
     a, b = row["a"], row["b"]
-    interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
     return (
-        f"A {a:.3f}, B {b:.3f}, B - A {b - a:+.3f} ({interval}), up in {row['up']} and down in {row['down']}, "
-        f"p = {row['p']:.2g}"
+        f"A {a:.3f}, B {b:.3f}, B - A {b - a:+.3f} ({row['low']:+.3f} to {row['high']:+.3f}), "
+        f"up in {row['up']} and down in {row['down']}, p = {row['p']:.2g}"
     )
 
 

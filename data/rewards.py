@@ -99,10 +99,13 @@ def total_rewards(
     weights = weights or [1.0] * len(functions)
     totals = []
     for of_completion in zip(*rewards, strict=True):
-        pairs = zip(weights, of_completion, strict=True)
-        scored = [weight * reward for weight, reward in pairs if reward is not None]
+        scored = [
+            weight * reward
+            for weight, reward in zip(weights, of_completion, strict=True)
+            if reward is not None
+        ]
         totals.append(sum(scored) if scored else math.nan)
-    names = [name_of(function) for function in functions]
+    names = list(map(name_of, functions))
     unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
     return Scores(totals, dict(zip(unique, rewards, strict=True)), extra, metrics)
 

@@ -50,9 +50,7 @@ def wilson(mean: float, n: int):
     share = Z**2 / n
     centre = mean + share / 2
     half = Z * math.sqrt(mean * (1 - mean) / n + share / n / 4)
-    low = (centre - half) / (1 + share)
-    high = (centre + half) / (1 + share)
-    return max(0.0, low), min(1.0, high)
+    return max(0.0, (centre - half) / (1 + share)), min(1.0, (centre + half) / (1 + share))
 
 
 def share_of(count: int, n: int) -> str:

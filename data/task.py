@@ -140,13 +140,17 @@ class Task:
 
     def are_right(self, completions: list[str], stopped: list[bool], *columns):
         """-> a boolean for each completion: stopped and right? columns: lists of the columns in `self.columns`."""
-        rows = zip(completions, stopped, *columns, strict=True)
-        return [ended and self.is_right(text, *answer) for text, ended, *answer in rows]
+        return [
+            ended and self.is_right(text, *answer)
+            for text, ended, *answer in zip(completions, stopped, *columns, strict=True)
+        ]
 
     def answers_of(self, completions: list, stopped: list[bool]) -> list[str | None]:
         """The answer of each completion; None if there is none or the completion did not stop."""
-        pairs = zip(completions, stopped, strict=True)
-        return [self.answer_of(text_of(each)) if ended else None for each, ended in pairs]
+        return [
+            self.answer_of(text_of(each)) if ended else None
+            for each, ended in zip(completions, stopped, strict=True)
+        ]
 
     def drop_long(self, encode: Callable, settings):
         """A task of a file drops rows that are too long, if asked to: data/rows.py."""

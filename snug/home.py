@@ -93,8 +93,10 @@ def begun_as() -> str:
 def main():
     name = "".join(sys.argv[1:2])
     if name not in SCRIPTS:
-        advice = "snug grpo grpo_small is a first run, snug grpo --help lists options"
-        print(f"usage: snug {{{','.join(SCRIPTS)}}} ...; {advice}")
+        print(
+            f"usage: snug {{{','.join(SCRIPTS)}}} ...; "
+            "snug grpo grpo_small is a first run, snug grpo --help lists options"
+        )
         sys.exit(0 if name in ("--help", "-h") else 2)
     script = HOME / SCRIPTS[name]
     sys.argv[:2] = [str(script)]

@@ -126,8 +126,11 @@ class GPTConfig:
     @cached_property
     def windows(self) -> list[int]:
         """How many tokens a token sees in each layer that is not linear, itself included; 0: all before it."""
-        layers = [layer for layer in range(self.n_layer) if not self.is_linear(layer)]
-        return [self.sliding_window * self.slides(layer) for layer in layers]
+        return [
+            self.sliding_window * self.slides(layer)
+            for layer in range(self.n_layer)
+            if not self.is_linear(layer)
+        ]
 
     def rope(self, layer: int):
         """-> "" if the layer has no rotary positions, else "rotary", or "sliding" if its base is rope_sliding_theta."""

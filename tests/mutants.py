@@ -109,7 +109,7 @@ MUTANTS = [
     ("gym: an installed example asks for a module of the clone", "examples/gym.py", 'f"{__name__}_worker:Gym"', '"examples.gym_worker:Gym"', "test_gym.py"),
     ("gym: any score is right", "examples/gym.py", "score >= RIGHT", "score > 0", "test_gym.py"),
     ("an unscored completion scored 0", "data/rewards.py", "if scored else math.nan", "if scored else 0.0", "test_reward.py test_grpo.py"),
-    ("reward weights ignored", "data/rewards.py", "weight * reward for weight, reward", "reward for weight, reward", "test_reward.py"),
+    ("reward weights ignored", "data/rewards.py", "            weight * reward\n", "            reward\n", "test_reward.py"),
     ("texts behind messages", "data/rewards.py", "if isinstance(prompt, str) or isinstance(each, list)", "if True", "test_reward.py"),
     ("pairs: one side of the coin", "data/pairs.py", "chances[abs(sums) >= abs(sum(units))]", "chances[sums >= abs(sum(units))]", "test_pairs.py"),
     ("pairs: signs as large as what was seen do not count", "data/pairs.py", "abs(sums) >= abs(sum(units))", "abs(sums) > abs(sum(units))", "test_pairs.py"),

@@ -103,8 +103,9 @@ def fit(dry_run, settings, room):
 
 def changes(before, after) -> str:
     """The options of `after` that differ from `before`, as the command line has them."""
-    values = vars(after).items()
-    change = [f"--{name}={value}" for name, value in values if value != getattr(before, name)]
+    change = [
+        f"--{name}={value}" for name, value in vars(after).items() if value != getattr(before, name)
+    ]
     return " ".join(change) or "no change"
 
 
@@ -154,8 +155,7 @@ def apply(dry_run, settings, device, say):
     """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
     room = room_for(settings, device)
     if device.type == "cuda":
-        given = settings.memory_budget_gb not in ("", "auto")
-        cap(device, room.device if given else math.inf)
+        cap(device, room.device if settings.memory_budget_gb not in ("", "auto") else math.inf)
     if room is None:
         return settings
     fitted, planned = fit(dry_run, settings, room)

@@ -82,7 +82,7 @@ def not_finite(named: dict):
     """{name: tensor} -> "embedding.weight has NaN or infinity", of the first such tensor, or None. Copies nothing."""
     for name, tensor in named.items():
         if tensor.numel() and tensor.is_floating_point():
-            low_and_high = torch.stack(tensor.aminmax())  # NaN if any element is
-            if not low_and_high.isfinite().all():
+            # Lowest and highest; NaN if any element is
+            if not torch.stack(tensor.aminmax()).isfinite().all():
                 return f"{name} has NaN or infinity"
     return None

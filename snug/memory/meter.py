@@ -123,8 +123,10 @@ class MemoryMeter:
 
 
 def mem_line(place, current, reserved, peak, seconds=0):
-    sizes = f"current={current / MIB:.1f}MiB reserved={reserved / MIB:.1f}MiB"
-    return f"[MEM] {place}: {sizes} peak_since_reset={peak / MIB:.1f}MiB"
+    return (
+        f"[MEM] {place}: current={current / MIB:.1f}MiB reserved={reserved / MIB:.1f}MiB "
+        f"peak_since_reset={peak / MIB:.1f}MiB"
+    )
 
 
 def resident_bytes():

@@ -121,7 +121,7 @@ class Peak:
 
     @property
     def size(self):
-        return sum(self.components.values())
+        return self.components.total()
 
 
 def depths_of(depth: int, period: int):
@@ -172,14 +172,18 @@ class Plan:
         tables, largest = [components for _, components in self.phases.values()], Counter()
         for components in tables:
             largest |= components  # the larger of both
-        lines = [f"planned for {self.kind}: {unit} at each phase's peak"]
-        lines.append(f"{'':22}" + "".join(f"{name:>11}" for name in self.phases))
+        lines = [
+            f"planned for {self.kind}: {unit} at each phase's peak",
+            f"{'':22}" + "".join(f"{name:>11}" for name in self.phases),
+        ]
         for name, most in largest.most_common():
             if most >= self.peak / 1000:
                 lines.append(row(name, [components[name] for components in tables]))
-        lines.append(row("together", [peak for peak, _ in self.phases.values()]))
-        lines.append(f"the biggest in {self.phase}:")
-        lines += [f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest]
+        lines += [
+            row("together", [peak for peak, _ in self.phases.values()]),
+            f"the biggest in {self.phase}:",
+            *(f"{bytes_ / size:11.2f}  {name}" for bytes_, name in self.biggest),
+        ]
         if self.host:
             each = [f"{name} {bytes_ / size:.2f}" for name, bytes_ in self.host_components.items()]
             lines.append(f"on the host: {self.host / size:.2f} ({', '.join(each)})")

@@ -229,8 +229,9 @@ def read_config(path: str) -> dict:
             [target] = node.targets
             name, value = target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):  # another statement; no literal; {[]}
-            text = ast.unparse(node)[:60]
-            raise SnugError(f"{where}: {text!r} is not name = value with a literal value") from None
+            raise SnugError(
+                f"{where}: {ast.unparse(node)[:60]!r} is not name = value with a literal value"
+            ) from None
         values[name] = f"{where}: {name}", value
     return values
 
@@ -306,8 +307,9 @@ def check_value(cls, name: str, value, where: str):
     _, choices, minimum, maximum = fields(cls)[name].metadata.values()
     for item in items:
         if choices and item not in choices and not (OWN in choices and ":" in item):
-            hint = answer_to(item, choices)
-            raise SnugError(f"{where}={item!r} is not one of {', '.join(choices)}{hint}")
+            raise SnugError(
+                f"{where}={item!r} is not one of {', '.join(choices)}{answer_to(item, choices)}"
+            )
         if element in (int, float) and (item == math.inf or not minimum <= item <= maximum):
             raise SnugError(f"{where}={item} is not from {minimum} to {maximum}")
     return items if is_list else items[0]

@@ -40,5 +40,6 @@ class Fields:
         self.read.add(name)
         value = self.values.get(name)
         if value is not None and value not in supported:
-            only = " or ".join(map(repr, supported))
-            raise SnugError(f"{self.path}: {name}={value!r:.60} is not supported; only {only}")
+            raise SnugError(
+                f"{self.path}: {name}={value!r:.60} is not supported; only {' or '.join(map(repr, supported))}"
+            )

@@ -155,9 +155,7 @@ def weight_files(folder) -> list[Path]:
     if file.is_file():  # transformers prefers the one file, too
         return [file]
     if not index.is_file():
-        raise SnugError(
-            f"{folder}: has no model.safetensors and no index of several; convert *.bin files, which are pickles"
-        )
+        raise SnugError(f"{folder}: has no model.safetensors; convert *.bin files, which are pickles")
     with in_one_line(f"{index}: cannot be read"):
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         return sorted(folder / name for name in names)
@@ -237,8 +235,11 @@ def read_weights(places, model, rank=0, adapters=None, scale=0.0):
 
     weights, theirs = weights_of(model), {}
     if adapters:  # a vision-language model's names -> a text model's
-        names = [name for name in opened(adapters).keys() if not is_of_eyes(name.removeprefix(PEFT))]
-        theirs = {name.replace("language_model.", ""): name for name in names}
+        theirs = {
+            name.replace("language_model.", ""): name
+            for name in opened(adapters).keys()
+            if not is_of_eyes(name.removeprefix(PEFT))
+        }
     for entry, (name, file) in counted(places.items(), "tensors", "loading"):
         ours = weights[entry.ours]
         with torch.no_grad(), in_one_line(f"{file}: {name} cannot be read"):
@@ -351,5 +352,7 @@ def write_weights(model, family, folder, dtype):
         save_file(copies, folder / file, metadata={"format": "pt"})
         del copies  # before the next file's are made
     if split.is_sharded:
-        index = dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
-        write_json(folder / "model.safetensors.index.json", index)
+        write_json(
+            folder / "model.safetensors.index.json",
+            dict(metadata=split.metadata, weight_map=split.tensor_to_filename),
+        )

@@ -125,7 +125,7 @@ class Tokenizer:
         if self.chat is None:
             raise SnugError(
                 f"messages need a chat template, which tokenizer={self.name} lacks: name a model such as "
-                "--init_from=Qwen/Qwen2.5-0.5B-Instruct, or use prompts of text: --chat=false"
+                "--init_from=Qwen/Qwen2.5-0.5B-Instruct, or --chat=false"
             )
         return self.encode(self.chat.render(prompt, before), special=True)
 
