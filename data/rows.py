@@ -66,14 +66,11 @@ class FileTask(Task):
         others = {name: row[name] for name in row if name not in ("prompt", "demonstration")}
         return self.identity(row) + json.dumps(others, sort_keys=True) * bool(self.settings.environment)
 
-    def found(self, path: str):
-        return find_path(path, self.settings.out_dir)
-
     @phase("reading the data")
     def read(self, path: str):
         """A file -> its rows, at least one. Raises SnugError."""
         rows = []
-        for place, value in read_file(self.found(path), self.remedy):
+        for place, value in read_file(find_path(path, self.settings.out_dir), self.remedy):
             with in_one_line(f"{place}: not JSON"):
                 # Not possible with a date, or with half of a surrogate pair.
                 json.dumps(value, ensure_ascii=False).encode()
@@ -90,8 +87,9 @@ class FileTask(Task):
     def __init__(self, settings, demonstrations=False):
         super().__init__(settings, demonstrations)
         path = settings.data_file
-        if settings.test_file and not settings.max_iters and not self.found(path).is_file():
-            path = settings.test_file  # nothing is trained, and the training file is somewhere else
+        if settings.test_file and not settings.max_iters:
+            if not find_path(path, settings.out_dir).is_file():
+                path = settings.test_file  # nothing is trained, and the training file is somewhere else
         if not path:
             raise SnugError(
                 f"task={settings.task!r} needs data_file, such as --data_file=prompts.jsonl{self.remedy}"

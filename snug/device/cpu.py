@@ -55,9 +55,8 @@ def linear(x, weight, bias=None):
         x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     )
     large = x.numel() * len(weight) >= LARGE or weight.numel() > LARGE_WEIGHT
-    if not on_cpu or not large:
-        return F.linear(x, weight, bias)
-    return Linear.apply(x, weight, bias)
+    product = Linear.apply if on_cpu and large else F.linear
+    return product(x, weight, bias)
 
 
 class Linear(torch.autograd.Function):

@@ -98,8 +98,7 @@ def shape_of(config, path: Path | str):
         shape = asdict(GPTConfig(**shape | rope_of(c, shape["block_size"])))
         if "embedding_scale" in may_have:
             shape["embedding_scale"] = shape["n_embd"] ** 0.5
-            scalar = c.get("query_pre_attn_scalar", int)
-            shape["query_scale"] = (shape["head_size"] / scalar) ** 0.5
+            shape["query_scale"] = (shape["head_size"] / c.get("query_pre_attn_scalar", int)) ** 0.5
     for key in sorted(OPTIONAL - may_have):
         if shape[key] != getattr(GPTConfig, key):  # the default
             raise SnugError(f"{path}: a {name} with {key}={shape[key]!r:.40} is not supported")
@@ -173,7 +172,8 @@ def rope_of(c: Fields, longest) -> dict:
 def config_of(c: GPTConfig, dtype):
     """GPTConfig -> the content of config.json of the first family that has this shape, without padding ids (n_vocab and
     above). Raises SnugError if none has it."""
-    wanted = asdict(replace(c, vocab_size=c.n_vocab))
+    c = replace(c, vocab_size=c.n_vocab)
+    wanted = asdict(c)
     others = {}
     for family in FAMILIES:
         config = written(c, family, dtype)
@@ -200,7 +200,6 @@ def written(c: GPTConfig, family, dtype) -> dict:
     config = dict(architectures=[table["architecture"]], model_type=family, torch_dtype=dtype)
     config |= {theirs: getattr(c, ours) for ours, theirs in names.items()}
     config |= TABLE["activations"][c.mlp]
-    config["vocab_size"] = c.n_vocab
     config["pad_token_id"] = None  # transformers' own may be no token of this model
     if "query_scale" in may_have:
         config["query_pre_attn_scalar"] = round(c.head_size / c.query_scale**2)
