@@ -199,7 +199,7 @@ def plan(dry_run, settings) -> Plan:
     kind, depth = kind_planned(settings.device), dry_run.n_layer
     depths = depths_of(depth, dry_run.period)
     steps = (depth - depths[0]) / dry_run.period
-    recorded = []  # for each depth: {stretch: Peak} of the device, {stretch: Peak} of the host
+    recorded = []  # for each depth: {stretch: Peak}, of the device's stretches and the host's "all"
     for n_layer in depths:
         host = Recorder()
         # On MPS torch trains with this attention, which keeps the attention weights for backward.
@@ -213,24 +213,18 @@ def plan(dry_run, settings) -> Plan:
             PlanMeter(host) as meter,
         ):
             dry_run(settings, n_layer, meter)
-        recorded.append(
-            [
-                {stretch: Peak(storages) for stretch, (_, storages) in ledger.peaks.items()}
-                for ledger in (meter.live, host)
-            ]
-        )
-    device, host = (
-        {stretch: deepen(peak, deep[stretch], steps) for stretch, peak in shallow.items()}
-        for shallow, deep in zip(recorded[0], recorded[-1], strict=True)
-    )
+        peaks = meter.live.peaks | host.peaks
+        recorded.append({stretch: Peak(storages) for stretch, (_, storages) in peaks.items()})
+    shallow, deep = recorded[0], recorded[-1]
+    peaks = {stretch: deepen(peak, deep[stretch], steps) for stretch, peak in shallow.items()}
+    on_host = peaks.pop("all", Peak([])).components
     highest = {}  # phase -> the Peak of its highest stretch
-    for (phase, _), peak in device.items():
+    for (phase, _), peak in peaks.items():
         if phase not in highest or peak.size > highest[phase].size:
             highest[phase] = peak
     if kind == "cuda":
         for peak in highest.values():
             peak.components["cuBLAS workspace"] = CUDA_EXTRA
-    on_host = host["all"].components if host else {}
     binding = max(highest, key=lambda phase: highest[phase].size)
     biggest = [
         (s.size, f"{s.component}: {s.name} {s.shape} {s.dtype}")
