@@ -8,7 +8,6 @@ task.py says what a task is. tools.py has the functions that a model calls. Noth
 Tests: tests/test_data.py.
 """
 
-import importlib
 import inspect
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import chdir
 from dataclasses import dataclass, is_dataclass
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 from data.rewards import ARGUMENTS
@@ -34,7 +34,7 @@ def find_task(name: str, run: str | Path = "") -> type[Task]:
     """A name of TASKS, or "module:Class". run: a run's folder; the module may be above it. Raises SnugError."""
     place = TASKS.get(name, name)
     if name in TASKS and ":" not in place:
-        return getattr(importlib.import_module(f"{__name__}.{name}"), place)
+        return getattr(import_module(f"{__name__}.{name}"), place)
     cls = imported(place, "task", "my_tasks:Letters", run=run)
     if not (inspect.isclass(cls) and issubclass(cls, Task)):
         raise SnugError(f"task={name!r} is no task; derive the class from snug.Task")
@@ -163,7 +163,7 @@ def imported(spec: str, option: str, example: str, functions=(), run: str | Path
         sys.path.append(folder)  # last, so that a file there hides no other module
     try:
         with chdir("."):  # back behind it: the run's folders are relative to this one
-            module = importlib.import_module(module_name)
+            module = import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but imports one that does not

@@ -163,8 +163,7 @@ class FileTask(Task):
         return max(self.prompt_lengths), max(self.answer_lengths)
 
     def fingerprint(self):
-        text = json.dumps([*self.data.values()], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*self.data.values()], sort_keys=True).encode()).hexdigest()
 
     def survey(self):
         for split, rows in self.rows.items():

@@ -10,9 +10,8 @@ Tests: tests/test_evaluate.py.
 """
 
 import json
-import math
 from collections import Counter
-from math import comb
+from math import comb, sqrt
 from statistics import fmean
 
 Z = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
@@ -49,7 +48,7 @@ def wilson(mean: float, n: int):
     """
     share = Z**2 / n
     centre = mean + share / 2
-    half = Z * math.sqrt(mean * (1 - mean) / n + share / n / 4)
+    half = Z * sqrt(mean * (1 - mean) / n + share / n / 4)
     return max(0.0, (centre - half) / (1 + share)), min(1.0, (centre + half) / (1 + share))
 
 

@@ -14,10 +14,10 @@ a task limits their length and parses them by a whitelist, or executes them in c
 Left out: conversations of several turns; reward models (write a function). Tests: tests/test_data.py.
 """
 
-import random
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from random import Random
 
 from snug.options import SnugError
 
@@ -51,7 +51,7 @@ class Task:
 
     # A subclass defines these
 
-    def propose(self, rng: random.Random) -> dict | None:
+    def propose(self, rng: Random) -> dict | None:
         """A random problem as a row: {"prompt": text, column: value, ...}; None if the draw gave no valid problem."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class Task:
         """The text whose hash decides the split; equal for problems that are the same to a learner (1+2, 2+1)."""
         return row["prompt"]
 
-    def demonstration(self, row: dict, rng: random.Random) -> str:
+    def demonstration(self, row: dict, rng: Random) -> str:
         """A completion to learn from, without a stop token; wrong with probability demonstration_noise."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class Task:
 
     def row(self, split: str, number: int) -> dict:
         stream = {"train": f"train {self.settings.seed}", "test": "test"}[split]
-        rng = random.Random(f"{type(self).__name__} {stream} {number}")
+        rng = Random(f"{type(self).__name__} {stream} {number}")
         for _ in range(MAX_PROPOSALS):
             row = self.propose(rng)
             if row and split_of(self.identity(row)) == split:

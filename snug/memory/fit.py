@@ -3,9 +3,9 @@
 Left out: a budget that changes during a run.
 """
 
-import math
 from bisect import bisect_left
 from dataclasses import replace
+from math import ceil, inf
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class Room(NamedTuple):
     """Bytes that a run may use. Where device and host share their memory, `device` is for both."""
 
     device: float
-    host: float = math.inf
+    host: float = inf
 
     def holds(self, planned):
         return need(planned) <= self.device and planned.host <= self.host
@@ -41,9 +41,11 @@ def ladder(settings, kind, prompt, completion) -> dict:
 
     prompt, completion: how many tokens the longest ones have. No value changes results: docs/memory.md.
     """
-    tokens = settings.tokens_per_step(prompt, completion)
     steps = {
-        "max_tokens_per_micro_batch": [0, *halves(tokens, prompt + completion - 1)],
+        "max_tokens_per_micro_batch": [
+            0,
+            *halves(settings.tokens_per_step(prompt, completion), prompt + completion - 1),
+        ],
         "logits_chunk_mb": [*map(float, halves(8 * logits_budget(0, kind), 16))],
         "max_rollout_batch": [0, *halves(settings.sequences_per_rollout, 1)],
         "checkpoint_blocks": ["none", "selective", "block"],
@@ -64,7 +66,7 @@ def ladder(settings, kind, prompt, completion) -> dict:
 def halves(now, least):
     """Yield a half of `now`, a quarter and so on; the last value is `least`."""
     while now > least:
-        now = max(least, math.ceil(now / 2))
+        now = max(least, ceil(now / 2))
         yield now
 
 
@@ -116,7 +118,7 @@ def room_for(settings, device) -> Room | None:
     Metal recommends, less a twentieth. On a CPU less a fifth: there the kernel kills a process that takes too much, and
     other processes may need more later.
     """
-    budget, kind, host = settings.memory_budget_gb, kind_planned(settings.device), math.inf
+    budget, kind, host = settings.memory_budget_gb, kind_planned(settings.device), inf
     mine = kind == kind_planned("auto")
     if not budget:
         return None
@@ -155,7 +157,7 @@ def apply(dry_run, settings, device, say):
     """Before a run's first step -> settings that fit memory_budget_gb. Says what changed. SnugError if none fit."""
     room = room_for(settings, device)
     if device.type == "cuda":
-        cap(device, room.device if settings.memory_budget_gb not in ("", "auto") else math.inf)
+        cap(device, room.device if settings.memory_budget_gb not in ("", "auto") else inf)
     if room is None:
         return settings
     fitted, planned = fit(dry_run, settings, room)
@@ -171,7 +173,7 @@ def apply(dry_run, settings, device, say):
 
 def too_large(planned, change, room) -> str:
     """One line: what is missing, and what would help. Options that lower the precision were not tried."""
-    host = f" and {room.host / GIB:.3g} GiB of the host" if room.host < math.inf else ""
+    host = f" and {room.host / GIB:.3g} GiB of the host" if room.host < inf else ""
     return (
         f"the plan takes {need(planned) / GIB:.3g} GiB in {planned.phase} even with {change}; "
         f"{room.device / GIB:.3g} GiB{host} may be used; the biggest is {planned.biggest[0][1]}: try "

@@ -26,12 +26,11 @@ import os
 import re
 import sys
 import tomllib
-import types
-import typing
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 from snug.home import HOME, begun_as
 
@@ -120,7 +119,7 @@ def fields(cls) -> dict[str, dataclasses.Field]:
 def type_of(cls, name: str):
     """-> (type, may it be None?): `float | None` -> (float, True), `list[str]` -> (list[str], False)."""
     hint = fields(cls)[name].type
-    return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
+    return (get_args(hint)[0], True) if type(None) in get_args(hint) else (hint, False)
 
 
 def read_settings(cls, argv: list[str], positional: str = "config", class_of_runs=None):
@@ -265,7 +264,7 @@ def parse_value(cls, name: str, text: str):
 
 def convert(text: str, kind):
     """Text -> a value of the type. Text that does not fit stays text; check_value refuses it."""
-    if elements := typing.get_args(kind):
+    if elements := get_args(kind):
         return [convert(word.strip(), *elements) for word in text.split(",") if word.strip()]
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
@@ -297,7 +296,7 @@ def check_value(cls, name: str, value, where: str):
     if value is None and optional:
         return None
     is_list = isinstance(value, list | tuple)
-    [element] = typing.get_args(kind) or [kind]
+    [element] = get_args(kind) or [kind]
     items = list(value) if is_list else [value]
     if element is float:
         # By way of text: 10**400 becomes infinite, where float(10**400) raises.

@@ -163,8 +163,7 @@ def rope_of(c: Fields, longest) -> dict:
         c.values.setdefault("attention_factor", math.sqrt(1 + longer / math.log(original)))
     if kind == "yarn":
         # attn_factor: DeepSeek's; it multiplies the default, as vLLM reads it
-        attention = (0.1 * longer + 1) * c.get("attn_factor", float, 1.0)
-        c.values.setdefault("attention_factor", attention)
+        c.values.setdefault("attention_factor", (0.1 * longer + 1) * c.get("attn_factor", float, 1.0))
     result["rope_type"] = "" if kind == "linear" else kind
     return result | sizes(c, ROPES[kind])
 

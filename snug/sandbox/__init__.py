@@ -50,9 +50,9 @@ Tests: tests/test_sandbox.py, with tests/attacks.py.
 import os
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from subprocess import DEVNULL, Popen
 from typing import NamedTuple
 
 from snug.options import note
@@ -136,19 +136,29 @@ class Sandbox:
         self.close()
         if sys.platform == "linux":
             linux.called("prctl", 4, 0)  # PR_SET_DUMPABLE
-        path = os.pathsep.join(map(os.path.abspath, sys.path))
-        environment = dict(PYTHONPATH=path, PYTHONHASHSEED="0", PYTHONUTF8="1", OMP_NUM_THREADS="1")
+        environment = dict(
+            PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)),
+            PYTHONHASHSEED="0",
+            PYTHONUTF8="1",
+            OMP_NUM_THREADS="1",
+        )
         end, theirs = socket.socketpair()
         self.channel = Channel(end, self.timeout + LIMIT)
-        numbers = str(theirs.fileno()), str(os.getpid())
-        command = [sys.executable, "-P", "-m", "snug.sandbox.child", *numbers]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "snug.sandbox.child",
+            str(theirs.fileno()),
+            str(os.getpid()),
+        ]
         try:
             with theirs:
-                self.process = subprocess.Popen(
+                self.process = Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
+                    stdin=DEVNULL,
+                    stdout=DEVNULL,
+                    stderr=DEVNULL,
                     env=environment,
                     cwd="/",
                     pass_fds=[theirs.fileno()],

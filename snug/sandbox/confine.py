@@ -43,8 +43,8 @@ class Confinement:
     def apply(self, file, layers):
         """Confine this process for good, with the layers named. `file` becomes the file PIPE. Raises if one fails."""
         os.setpgid(0, 0)
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1] % 2**64  # no limit is -1
-        address_space = min(taken() + self.memory, hard)
+        # No limit is -1
+        address_space = min(taken() + self.memory, resource.getrlimit(resource.RLIMIT_AS)[1] % 2**64)
         if "user" in layers and os.geteuid() == 0:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)

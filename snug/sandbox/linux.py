@@ -7,9 +7,9 @@ in system_calls.toml, and opens files for reading only.
 import ctypes
 import os
 import platform
-import struct
 import tomllib
 from pathlib import Path
+from struct import pack
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's AUDIT_ARCH_...
@@ -34,7 +34,7 @@ def called(name, *arguments):
 def drop_privileges():
     """This process and its children have no capabilities and gain none, whoever the user is."""
     called("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    called("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))  # version 3, this process, none
+    called("capset", pack("Ii", 0x20080522, 0), bytes(24))  # version 3, this process, none
 
 
 def landlock(folders):
@@ -42,9 +42,9 @@ def landlock(folders):
 
     Needs drop_privileges() before. The rights are those of Landlock's first version; later ones have them too.
     """
-    rules = called("syscall", 444, struct.pack("Q", 2**13 - 1), 8, 0)  # landlock_create_ruleset
+    rules = called("syscall", 444, pack("Q", 2**13 - 1), 8, 0)  # landlock_create_ruleset
     for folder in folders:  # landlock_add_rule with LANDLOCK_ACCESS_FS_READ_FILE and ..._READ_DIR
-        called("syscall", 445, rules, 1, struct.pack("=Qi", 4 | 8, folder), 0)
+        called("syscall", 445, rules, 1, pack("=Qi", 4 | 8, folder), 0)
     called("syscall", 446, rules, 0)  # landlock_restrict_self
 
 
@@ -70,6 +70,6 @@ def seccomp():
     Raises OSError if the kernel has no filters, KeyError on an unknown machine.
     """
     lines = program()
-    buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
-    header = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
+    buffer = ctypes.create_string_buffer(b"".join(pack("=HBBI", *line) for line in lines))
+    header = pack("@HP", len(lines), ctypes.addressof(buffer))
     called("prctl", 22, 2, header)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

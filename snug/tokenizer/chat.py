@@ -33,8 +33,11 @@ TURN = (dict(role="user", content="x"), dict(role="assistant", content=END))
 
 # {% generation %} ... {% endgeneration %} mark the assistant's text. Here only what is inside is written.
 GENERATION = re.compile(r"({%-?\s*(?:end)?)generation(?=\s*-?%})")
-PROBE = dict(name="probe", arguments=dict(key="5"))
-CALL = dict(role="assistant", content="", tool_calls=[dict(id="call00000", function=PROBE)])
+CALL = dict(
+    role="assistant",
+    content="",
+    tool_calls=[dict(id="call00000", function=dict(name="probe", arguments=dict(key="5")))],
+)
 FORMS = {  # what a template writes for CALL
     "hermes": r'<tool_call>\s*{[^<]*"probe"[^<]*}\s*</tool_call>',
     "xml": r"<tool_call>\s*<function=probe>\s*<parameter=key>\s*5\s*</parameter>\s*</function>\s*</tool_call>",
