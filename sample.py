@@ -28,7 +28,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir, nullcontext
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import partial
 
@@ -158,9 +158,7 @@ def sample_groups(
     # Inference mode saves a tenth of a step on a CPU. But in it autocast would not keep its casts of the weights.
     casts = torch.is_autocast_enabled(model.device.type)
     no_gradient = torch.no_grad() if casts else torch.inference_mode()
-    all_train = all(p.requires_grad for p in model.parameters())
-    frozen_casts = nullcontext() if all_train else cached_casts(model)
-    with ThreadPoolExecutor(REPLIES) as pool, no_gradient, frozen_casts:
+    with ThreadPoolExecutor(REPLIES) as pool, no_gradient, cached_casts(model):
         batch = DecodeBatch(
             model,
             prompts,
