@@ -16,10 +16,7 @@ import torch
 from snug.device.kinds import padded, upload
 from snug.device.processes import ONE_PROCESS
 from snug.kernels.segments import Segments
-from snug.memory.ledger import COMPONENTS
 from snug.options.progress import counted
-
-COMPONENTS[__name__] = "micro-batch"  # the name in --plan's table
 
 
 @dataclass

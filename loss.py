@@ -12,10 +12,7 @@ import torch
 
 from settings import load_loss
 from snug.device.kinds import off_mps
-from snug.memory.ledger import COMPONENTS
 from snug.options import SnugError
-
-COMPONENTS[__name__] = "loss"  # the name in --plan's table
 
 
 def group_advantages(rewards, scale_rewards="group", eps=1e-4):

@@ -24,14 +24,12 @@ from snug.kernels.gated import GatedUnit
 from snug.kernels.layers import Embed, Linear, RMSNorm, hold_in_nf4, offloaded
 from snug.kernels.rotary import Rotary, rotary_table
 from snug.kernels.segments import Segments, attend
-from snug.memory.ledger import COMPONENTS, component
+from snug.memory.ledger import component
 from snug.options import in_one_line
 from snug.pretrained.hub import local_folder
 from snug.pretrained.shapes import read_shape
 from snug.pretrained.tensors import look_at_weights, read_weights, save_pretrained
 from snug.shape import GPTConfig
-
-COMPONENTS[__name__] = "activations"  # the name in --plan's table
 
 
 def autocast(dtype: str, model: "GPT") -> torch.autocast:

@@ -27,10 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from snug.kernels.delta_step import step
 from snug.kernels.layers import Linear, RMSNorm
 from snug.kernels.segments import Segments
-from snug.memory.ledger import COMPONENTS
 from snug.shape import CONVOLUTION
 
-COMPONENTS[__name__] = "activations"
 CHUNK = 64  # tokens
 
 

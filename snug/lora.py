@@ -21,9 +21,7 @@ from torch import nn
 from snug.device.cpu import linear
 from snug.kernels.layers import Linear, add_product
 from snug.kernels.nf4 import NF4, product, takes_product
-from snug.memory.ledger import COMPONENTS
 
-COMPONENTS[__name__] = "activations"
 # a block's matrices, and the half they are in
 TARGETS = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}
 

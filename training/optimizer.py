@@ -26,9 +26,8 @@ from snug.device.kinds import is_planned
 from snug.device.streams import Done, aside, settle
 from snug.kernels.adamw import adamw, key_of, new_scratch, numbers_of
 from snug.lora import trained
-from snug.memory.ledger import COMPONENTS, component
+from snug.memory.ledger import component
 
-COMPONENTS[__name__] = "optimizer's buffers"
 SLAB = 2**21  # weights that come from the host at a time
 RING = 3  # slabs on the device at once: one is updated and copied back, the next ones arrive
 PIECE = 2**24  # weights at a time if nothing comes from the host

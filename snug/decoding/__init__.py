@@ -13,6 +13,3 @@ Left out: what a rollout is (sample.py).
 from snug.decoding.decode_batch import DecodeBatch, as_tuple, check_prompts
 from snug.decoding.draw import uniforms
 from snug.lora import cached_casts
-from snug.memory.ledger import COMPONENTS
-
-COMPONENTS[__name__] = "rollouts"

@@ -17,9 +17,6 @@ import torch.nn.functional as F
 from snug.device.kinds import MIB, is_planned, kind_of, logits_budget
 from snug.kernels import LN2, LOG2_OF_E, LOW, constexpr, launch, tl, triton, uses_triton
 from snug.logprobs.rows import tile
-from snug.memory.ledger import COMPONENTS
-
-COMPONENTS[__name__] = "logits"
 
 if triton is not None:
 

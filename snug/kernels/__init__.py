@@ -18,7 +18,6 @@ import os
 import torch
 
 from snug.device.kinds import is_planned, kind_of
-from snug.memory.ledger import COMPONENTS
 
 try:
     import triton
@@ -27,7 +26,6 @@ try:
 except ImportError:  # plain torch does everything
     triton = tl = constexpr = LOG2E = LN2 = LOW = None
 
-COMPONENTS[__name__] = "activations"
 # Below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0.
 LOWEST = -1e30
 LOG2_OF_E = 1.4426950408889634

@@ -12,9 +12,6 @@ import torch
 
 from snug.device.kinds import is_planned
 from snug.kernels import constexpr, launch, tl, triton, uses_triton
-from snug.memory.ledger import COMPONENTS
-
-COMPONENTS[__name__] = "optimizer's buffers"
 
 CHUNK = 2**16  # weights at a time in plain torch: its scratch stays in a CPU core's cache
 BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights per lane

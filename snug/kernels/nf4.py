@@ -24,9 +24,8 @@ import torch.nn.functional as F
 
 from snug.device.cpu import linear
 from snug.kernels import constexpr, has_tensor_cores, launch, tl, triton, uses_triton
-from snug.memory.ledger import COMPONENTS, component
+from snug.memory.ledger import component
 
-COMPONENTS[__name__] = "weights"
 BLOCK, SCALE_BLOCK = 64, 256
 TABLE = [
     -1.0,

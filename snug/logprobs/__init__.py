@@ -11,6 +11,3 @@ head        chunks of hidden states through the head
 from snug.logprobs.divergence import Teacher
 from snug.logprobs.head import head_logprobs, head_loss, head_loss_in_two_visits
 from snug.logprobs.rows import token_logprobs
-from snug.memory.ledger import COMPONENTS
-
-COMPONENTS[__name__] = "logits"

@@ -4,12 +4,10 @@ A CPU has no caching allocator to ask, so a dispatch mode sees the tensors that 
 references to their storages. This is exact for tensors. What an op allocates and frees inside itself is not seen. The
 cost is about 10 microseconds an op.
 
-What a tensor is for follows from the function that made it. Functions, classes, modules and packages say in COMPONENTS
-what a plan calls their tensors:
+What a tensor is for follows from the function that made it. COMPONENTS says what a plan calls the tensors of a module
+or package; a function or class in it may have a mark of its own:
 
-    COMPONENTS[__name__] = "logits"       # all functions of this module or package, except those with a mark
-
-    @component("gradients")               # this function or class alone
+    @component("gradients")
     def backward(ctx, dy): ...
 """
 
@@ -22,8 +20,23 @@ from torch.utils._python_dispatch import (
 
 from snug.device.host import HOST, Ledger
 
-# Dotted name of a function, class, module or package -> component. device/ may not import this file: its mark is here.
-COMPONENTS = {"snug.device.host.fetch": "streamed weights"}
+# Dotted name of a function, class, module or package -> its name in --plan's table. device/ may not import this file:
+# its mark is here.
+COMPONENTS = {
+    "snug.device.host.fetch": "streamed weights",
+    "snug.kernels": "activations",
+    "snug.kernels.adamw": "optimizer's buffers",
+    "snug.kernels.nf4": "weights",
+    "snug.logprobs": "logits",
+    "snug.delta": "activations",
+    "snug.lora": "activations",
+    "snug.decoding": "rollouts",
+    "snug.decoding.draw": "logits",
+    "model": "activations",
+    "batch": "micro-batch",
+    "loss": "loss",
+    "training.optimizer": "optimizer's buffers",
+}
 
 
 def component(name):
