@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from settings import load_loss
-from snug.device.kinds import off_mps
+from snug.device.kinds import off_mps, wide
 from snug.options import SnugError
 
 
@@ -26,7 +26,7 @@ def group_advantages(rewards, scale_rewards="group", eps=1e-4):
         rewards [1, 0, 0, 1] -> centred [.5, -.5, -.5, .5], std 0.577 -> [.866, -.866, -.866, .866]
     """
     rewards = torch.as_tensor(rewards)
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    dtype = wide(rewards.dtype)
     # float32 cannot tell rewards near 1e8 apart. In float64 the mean of equal float32 rewards is exact.
     rewards = rewards.double()
     scored = ~rewards.isnan()

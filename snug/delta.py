@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from snug.device.kinds import wide
 from snug.kernels.delta_step import step
 from snug.kernels.layers import Linear, RMSNorm
 from snug.kernels.segments import Segments
@@ -142,22 +143,22 @@ class DeltaNet(nn.Module):
         -> what `delta_rule` takes of T tokens, but the state."""
         c = self.config
         K = c.linear_key_size
-        wide = torch.promote_types(self.A_log.dtype, torch.float32)
-        taps = self.conv1d.weight.to(wide).flatten(1).unbind(1)
+        dtype = wide(self.A_log.dtype)
+        taps = self.conv1d.weight.to(dtype).flatten(1).unbind(1)
         x = F.silu(sum(tap * inputs for tap, inputs in zip(taps, earlier, strict=True)))
         keys = c.linear_key_heads * K
         H = c.linear_value_heads
         q, k, v = x.split([keys, keys, H * c.linear_value_size], -1)
         heads = (unit(x.unflatten(-1, (-1, K))) for x in (q, k))
         q, k = (x.repeat_interleave(H * K // keys, 2) for x in heads)
-        g = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias)
+        g = -self.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + self.dt_bias)
         v = v.unflatten(-1, (H, -1))
         parts = (
             q * K**-0.5,
             k,
             v,
             g[..., None],
-            b.to(wide).sigmoid()[..., None],
+            b.to(dtype).sigmoid()[..., None],
         )
         return [part.transpose(1, 2) for part in parts]
 

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from snug.device.host import new_on_host
-from snug.device.kinds import is_planned
+from snug.device.kinds import is_planned, wide
 from snug.device.streams import Done, aside, settle
 from snug.kernels.adamw import adamw, key_of, new_scratch, numbers_of
 from snug.lora import trained
@@ -159,7 +159,7 @@ class SlabAdamW(torch.optim.AdamW):
             return torch.nn.utils.get_total_norm(self.gradients().values())
         slabs = self.slabs("gradient")
         ring = self.ring(slabs)
-        dtype = torch.promote_types(self.largest.dtype, torch.float32)
+        dtype = wide(self.largest.dtype)
         # Made here: on a side stream nothing may be allocated.
         norms = torch.zeros(len(slabs), dtype=dtype, device=self.device)
         each = iter(norms)

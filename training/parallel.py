@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from model import GPT
 from runs.loading import configure
+from snug.device.kinds import wide
 from snug.device.processes import ONE_PROCESS, OneProcess
 from snug.lora import trained
 from snug.options import SnugError, in_one_line
@@ -98,7 +99,7 @@ class Processes(OneProcess):
                 p.grad = torch.zeros_like(p)
         for gradient in gradients_of(model, optimizer).values():
             for piece in gradient.view(-1).split(PIECE):
-                total = piece.to(torch.promote_types(piece.dtype, torch.float32))
+                total = piece.to(wide(piece.dtype))
                 dist.all_reduce(total)
                 piece.copy_(total)  # rounded once
         return merged(self.from_all_ranks(lambda: totals))

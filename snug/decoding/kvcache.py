@@ -20,7 +20,7 @@ import torch
 
 from snug.decoding import attention
 from snug.decoding.states import States
-from snug.device.kinds import upload
+from snug.device.kinds import upload, wide
 from snug.kernels import LOG2_OF_E, launch, uses_triton
 from snug.kernels.rotary import rotate
 from snug.kernels.segments import attend
@@ -255,7 +255,7 @@ class KVCache:
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
         self.completions[layer].view(-1, D).index_copy_(0, self.write_at, new)
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. With bfloat16 it was 2.5e-4.
-        dtype = torch.promote_types(self.dtype, torch.float32)
+        dtype = wide(self.dtype)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
             q = q.reshape(n * G, -1, D).to(dtype) * D**-0.5  # (n * G, R, D)
             y = self.attend_torch(layer, q)

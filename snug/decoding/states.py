@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch
 
+from snug.device.kinds import wide
 from snug.kernels.segments import CONVOLUTION
 from snug.memory.ledger import component
 
@@ -31,7 +32,7 @@ class States:
         sizes = config.linear_value_heads, config.linear_key_size, config.linear_value_size
         kinds = (
             (CONVOLUTION - 1, config.linear_channels, dtype),
-            (*sizes, torch.promote_types(dtype, torch.float32)),
+            (*sizes, wide(dtype)),
         )
         self.held = {
             layer: [

@@ -39,6 +39,11 @@ def kind_planned(device: str):
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def off_mps(tensor) -> torch.Tensor:
     """The tensor; if it is on MPS, a copy on the host, for float64 and for operations that MPS lacks. It waits."""
     return tensor.cpu() if kind_of(tensor) == "mps" else tensor

@@ -10,7 +10,7 @@ Test: pytest tests/test_adamw_kernel.py
 
 import torch
 
-from snug.device.kinds import is_planned
+from snug.device.kinds import is_planned, wide
 from snug.kernels import constexpr, launch, tl, triton, uses_triton
 
 CHUNK = 2**16  # weights at a time in plain torch: its scratch stays in a CPU core's cache
@@ -42,7 +42,7 @@ def new_scratch(weight):
     """-> buffers for plain torch, or None for the kernel. A step allocates nothing: it may run on a side stream."""
     if uses_triton(weight, "adamw"):
         return None
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dtype = wide(weight.dtype)
     n = min(CHUNK, weight.numel())
     numbers = torch.empty(4, n, dtype=dtype, device=weight.device)
     bits = torch.empty(2, n, dtype=torch.int64, device=weight.device)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from snug.device import cpu
 from snug.device.host import new_on_host
-from snug.device.kinds import kind_of, off_mps
+from snug.device.kinds import kind_of, off_mps, wide
 from snug.kernels.nf4 import NF4, NF4Linear, product, takes_product
 from snug.kernels.norm import Norm
 from snug.memory.ledger import component
@@ -91,7 +91,7 @@ class Embed(torch.autograd.Function):
         ids, order = (x.to(dx.device) for x in off_mps(tokens).flatten().sort())
         # The bin of each token: 0 1 1
         bins = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])
-        dx = dx.flatten(0, -2)[order].to(torch.promote_types(dx.dtype, torch.float32))
+        dx = dx.flatten(0, -2)[order].to(wide(dx.dtype))
         # There are as many bins as tokens; some may be empty. This operation adds in a fixed order.
         sums = torch.ops.aten.embedding_dense_backward(dx, bins, len(ids), -1, False)
         # Empty bins add zeros, each to another row of the weight.

@@ -8,6 +8,7 @@ Test: pytest tests/test_layer_kernels.py
 import torch
 from torch.autograd.function import once_differentiable
 
+from snug.device.kinds import wide
 from snug.kernels import constexpr, launch, tl, triton, uses_triton
 
 # Numbers that backward's programs write, all together, of the weight's gradient: 512 programs of 2,048.
@@ -72,14 +73,14 @@ def norm_in_triton(x, weight, dy, eps, centered):
 
 def norm_in_torch(x, weight, dy, eps, centered):
     """Its twin."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    scale = 1 + weight.to(wide) if centered else weight
-    unit = x.to(wide)
+    dtype = wide(x.dtype)
+    scale = 1 + weight.to(dtype) if centered else weight
+    unit = x.to(dtype)
     rstd = torch.rsqrt(unit.square().mean(-1, keepdim=True) + eps)
     unit = unit * rstd
     if dy is None:
         return (unit * scale).to(x.dtype), None
-    dy, dweight = dy.to(wide), None
+    dy, dweight = dy.to(dtype), None
     if weight.requires_grad:
         dweight = (dy * unit).transpose(1, -2).flatten(0, -2).sum(0).to(weight.dtype)
     dy = dy * scale

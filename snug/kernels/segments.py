@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from snug.device.kinds import kind_of, upload
+from snug.device.kinds import kind_of, upload, wide
 from snug.kernels import flash, uses_triton
 from snug.kernels.flash import TILE
 from snug.shape import CONVOLUTION
@@ -265,7 +265,7 @@ class Attend(torch.autograd.Function):
         else:
             _, H, T, D = q.shape
             y = q.new_empty(1, T, H, D).transpose(1, 2)
-            lse = q.new_empty(1, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
+            lse = q.new_empty(1, H, T, dtype=wide(q.dtype))
             fill = flash.forward if uses_triton(q, "attention") else forward_torch
             fill(q, k, v, y, lse, segments, window)
             if segments.kept is not None:

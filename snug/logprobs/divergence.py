@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from snug.device.kinds import kind_of
+from snug.device.kinds import kind_of, wide
 from snug.logprobs.rows import slabs
 
 TEMPORARIES = 8  # tensors of a slab's size at a time
@@ -35,7 +35,7 @@ def divergence_rows(logits, teacher_logits, options, divergence):
     Columns from n_vocab on are not read.
     """
     n_vocab = options.n_vocab
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = wide(logits.dtype)
     width = TEMPORARIES * n_vocab
     if kind_of(logits) != "cpu":
         width = math.ceil(width / 32)  # a GPU would wait for launches

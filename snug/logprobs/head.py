@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from snug.device.cpu import fast_products
-from snug.device.kinds import MIB, is_planned, kind_of, logits_budget, off_mps
+from snug.device.kinds import MIB, is_planned, kind_of, logits_budget, off_mps, wide
 from snug.kernels import has_tensor_cores, nothing_to_do
 from snug.logprobs.divergence import divergence_rows
 from snug.logprobs.rows import SCRATCH, Options, check, forward_rows, slabs
@@ -89,7 +89,7 @@ class Chunks:
         self.weight = weight.to(options.dtype)
         self.targets = targets
         self.options = options
-        self.logprobs = hidden.new_empty(M, dtype=torch.promote_types(options.dtype, torch.float32))
+        self.logprobs = hidden.new_empty(M, dtype=wide(options.dtype))
         self.entropy = torch.empty_like(self.logprobs) if options.entropy else None
         chunks = max(1, -(-M // options.chunk_size))
         size = -(-M // chunks)  # chunks of about equal length

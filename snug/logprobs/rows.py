@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from snug.device.kinds import is_planned
+from snug.device.kinds import is_planned, wide
 from snug.kernels import (
     LN2,
     LOG2_OF_E,
@@ -235,7 +235,7 @@ def token_logprobs(
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, options):
-        dtype = torch.promote_types(logits.dtype, torch.float32)
+        dtype = wide(logits.dtype)
         logprobs = logits.new_empty(len(logits), dtype=dtype)
         forward_rows(logits, targets, options, logprobs)
         ctx.options = options
