@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,7 +101,7 @@ class MLP(nn.Module):
     def forward(self, x, residual=None):  # (B, T, C) each -> MLP of x, + residual if there is one
         x = self.up(x)
         if self.kind == "gelu":
-            return self.down(F.gelu(x, approximate="tanh"), residual)
+            return self.down(nn.functional.gelu(x, approximate="tanh"), residual)
         return self.down(GatedUnit.apply(x, self.kind == "geglu"), residual)
 
 

@@ -27,7 +27,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from snug.decoding.draw import sample_tokens
 from snug.decoding.kvcache import KVCache
@@ -262,7 +261,9 @@ class DecodeBatch:
             tokens = [torch.tensor(self.prompts[p]) for p in prompts[i : i + n]]
             lengths = [len(ids) for ids in tokens]
             self.cache.begin_prefill(slots, lengths)
-            tokens = upload(pad_sequence(tokens, batch_first=True), self.device)  # (P, T)
+            tokens = upload(
+                torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), self.device
+            )  # (P, T)
             last = upload(lengths, self.device) - 1
             hidden = self.model(tokens, cache=self.cache, last=last)[:, 0]  # (P, C)
             self.prompt_hidden[upload(slots, self.device)] = hidden.to(self.prompt_hidden.dtype)

@@ -12,7 +12,6 @@ Test: pytest tests/test_draw.py, and tests/test_kernels.py for the kernel.
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from snug.device.kinds import MIB, is_planned, kind_of, logits_budget
 from snug.kernels import LN2, LOG2_OF_E, LOW, constexpr, launch, tl, triton, uses_triton
@@ -131,7 +130,7 @@ def draw_torch(model, hidden, u, temperature, tokens, logprobs):
 
 def draw_triton(model, hidden, u, temperature, tokens, logprobs):
     """draw_torch for a temperature above 0."""
-    logits = F.linear(hidden, model.lm_head_weight)
+    logits = hidden @ model.lm_head_weight.t()
     n, width = logits.shape
     n_vocab = model.config.n_vocab
     length, shape = stretches(width, n_vocab)

@@ -7,7 +7,6 @@ Test: pytest tests/test_layer_kernels.py
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from snug.kernels import LOG2E, constexpr, launch, tl, triton, uses_triton
 
@@ -88,7 +87,7 @@ class GatedUnit(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)

@@ -5,9 +5,7 @@ Test: pytest tests/test_model.py tests/test_layer_kernels.py
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from snug.device import cpu
 from snug.device.host import new_on_host
@@ -79,7 +77,7 @@ class Embed(torch.autograd.Function):
     def forward(ctx, tokens, weight):
         ctx.weight = weight
         ctx.save_for_backward(tokens)
-        return F.embedding(tokens, weight)
+        return torch.embedding(weight, tokens)
 
     @staticmethod
     @component("gradients")
@@ -122,4 +120,4 @@ def offloaded(x):
         host, device = kept
         return torch.empty_like(host, device=device).copy_(host, non_blocking=True)
 
-    return saved_tensors_hooks(pack, unpack)
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

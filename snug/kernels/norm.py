@@ -6,7 +6,6 @@ Test: pytest tests/test_layer_kernels.py
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from snug.device.kinds import wide
 from snug.kernels import constexpr, launch, tl, triton, uses_triton
@@ -98,6 +97,6 @@ class Norm(torch.autograd.Function):
         return ctx.compute(x, weight, None, *options)[0]
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         return *ctx.compute(*ctx.saved_tensors, dy, *ctx.options), None, None

@@ -9,7 +9,6 @@ import math
 from dataclasses import replace
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from snug.kernels import constexpr, launch, tl, triton, uses_triton
 
@@ -157,7 +156,7 @@ class Rotary(torch.autograd.Function):
         return x.split(sizes, 1)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
         dx = torch.cat([gradient.transpose(1, 2) for gradient in gradients], 2).transpose(1, 2)
         rotate_(dx[:, : ctx.rotated], *ctx.saved_tensors, back=True)

@@ -21,7 +21,6 @@ from functools import cached_property
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from snug.device.kinds import kind_of, upload, wide
 from snug.kernels import flash, uses_triton
@@ -275,7 +274,7 @@ class Attend(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         q, k, v, y, lse = ctx.saved_tensors
         _, _, T, D = q.shape

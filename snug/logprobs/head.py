@@ -14,7 +14,6 @@ Test: pytest tests/test_logprobs.py tests/test_kernels.py. Time: python bench/lo
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from snug.device.cpu import fast_products
@@ -208,7 +207,7 @@ def head_loss(
     hidden,
     weight,
     targets,
-    token_loss: Callable[..., Tensor],
+    token_loss: Callable[..., torch.Tensor],
     *others,
     **more,
 ):

@@ -14,7 +14,6 @@ Test: pytest tests/test_logprobs.py tests/test_kernels.py
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from snug.device.kinds import is_planned, wide
 from snug.kernels import (
@@ -243,7 +242,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, coefficients):
         logits, targets = ctx.saved_tensors
         dlogits = logits.clone(memory_format=torch.contiguous_format)
