@@ -188,10 +188,18 @@ def policy_loss(
         ratio = sequence_ratio(logprobs - old_logprobs, sequence, lengths)
     else:
         ratio = torch.exp(logprobs - old_logprobs)
-    columns = dict(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, ratio=ratio)
-    columns |= dict(advantages=token_advantages, sequence=sequence, lengths=lengths, options=options)
-    surrogate = SURROGATES[options.loss.surrogate]
-    per_token, clipped = surrogate(**columns, num_tokens=num_tokens, num_sequences=num_sequences)
+    per_token, clipped = SURROGATES[options.loss.surrogate](
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        ratio=ratio,
+        advantages=token_advantages,
+        sequence=sequence,
+        lengths=lengths,
+        options=options,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+    )
     if options.importance_sampling_cap is not None:
         correction = torch.exp(old_logprobs - sampling_logprobs)  # Yao et al. 2025
         per_token = per_token * correction.clamp(max=options.importance_sampling_cap)

@@ -144,8 +144,9 @@ class GPT(nn.Module):
         self.position = nn.Embedding(config.block_size, config.n_embd) if learned else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config, config.n_embd)
-        tied = config.tie_embeddings
-        self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.rotary = {}  # {kind of rope: cos, sin of the positions used so far}; not saved
         self.ropes = [config.rope(layer) for layer in range(config.n_layer)]
         self.init_weights()
@@ -247,10 +248,18 @@ class GPT(nn.Module):
         packed = isinstance(mask, Segments) and isinstance(block.attention, Attention)
         if self.checkpoint_blocks == "selective" and packed:
             mask = mask.keeping()
-        # There is no dropout, so there is no generator to restore.
-        options = dict(use_reentrant=False, preserve_rng_state=False)
         with offloaded(x) if self.activation_offload else nullcontext():
-            return checkpoint(block, x, rotary, cache, mask, last, **options)
+            # There is no dropout, so there is no generator to restore.
+            return checkpoint(
+                block,
+                x,
+                rotary,
+                cache,
+                mask,
+                last,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
 
     def logits(self, hidden):
         """hidden (..., C) -> (..., V), -inf for padded ids. Mind the size: select rows first."""

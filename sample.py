@@ -211,8 +211,15 @@ def assemble(prompts, k, stop_token, tokens, logprobs, written, turns):
 def complete(settings, given, run, functions: Mapping = {}):
     """Complete settings.prompt or a held-out one -> (prompt or last message, completions). A cut-off completion ends
     with " …". given: names of the options that are given; others are the run's. functions: as for runs.prepare."""
-    ours = dict(max_iters=0, max_prompt_length=0, out_dir=str(run.path))
-    merged = merge_options(GRPOSettings, run.settings, settings, given, **ours)
+    merged = merge_options(
+        GRPOSettings,
+        run.settings,
+        settings,
+        given,
+        max_iters=0,
+        max_prompt_length=0,
+        out_dir=str(run.path),
+    )
     if settings.prompt:
         chat, prompt = merged.chat or merged.system_prompt, settings.prompt
         row = dict(prompt=as_messages(prompt, merged.system_prompt) if chat else prompt)
@@ -223,10 +230,15 @@ def complete(settings, given, run, functions: Mapping = {}):
     run.tokenizer.set_template_kwargs(merged.chat_template_kwargs)
     toolbox = make_toolbox(merged, run.tokenizer, functions)
     prepared = Prepared(merged, None, run.tokenizer, {}, [], [], toolbox=toolbox)
-    longest = merged.max_new_tokens or PRETRAINED_LENGTH
-    options = dict(temperature=settings.temperature, seed=settings.seed, shorten=True)
     rollouts, episodes = sample_episodes(
-        run.model, prepared, [row], settings.num_samples, longest, **options
+        run.model,
+        prepared,
+        [row],
+        settings.num_samples,
+        merged.max_new_tokens or PRETRAINED_LENGTH,
+        shorten=True,
+        temperature=settings.temperature,
+        seed=settings.seed,
     )
     shown = split_beginning(row["prompt"])[0] if episodes.rows[1:] else episodes.prompts[0]
     if not run.settings.task:  # a model from elsewhere

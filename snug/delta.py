@@ -17,8 +17,6 @@ computes it again from the projection's output, one layer at a time.
 Left out: Triton kernels for training. Test: pytest tests/test_delta.py
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -110,7 +108,7 @@ class DeltaNet(nn.Module):
         inputs = self.prepare(earlier[:, None], *gates)
         y = torch.empty_like(inputs[2])
         state = c.linear_value_heads, c.linear_key_size, c.linear_value_size
-        states = y.new_zeros(1, math.prod(state))
+        states = y.new_zeros(1, *state).flatten(1)
         for turn in filter(None, segments.turns):
             ended = []
             for batch, rows in turn:

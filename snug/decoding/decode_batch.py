@@ -99,8 +99,9 @@ class DecodeBatch:
         # A prompt stays until its last sequence is over. Before that, other groups start and need prompt slots too.
         prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
         width, dtype = max(map(len, prompts)), model.compute_dtype
-        sizes = prompt_slots, width, slots, max_new_tokens
-        self.cache = KVCache(model.config, *sizes, dtype, self.device, k)
+        self.cache = KVCache(
+            model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k
+        )
         self.prompt_hidden = zeros(prompt_slots, model.config.n_embd, dtype=dtype)
         groups = slots if self.kind == "cpu" else -(-slots // k)  # few slots: small prefills
         self.prompts_at_once = max(1, min(PREFILL_TOKENS[self.kind] // width, groups))
@@ -158,13 +159,13 @@ class DecodeBatch:
             self.start(idle[: len(new)], new)
             changed = True
         slots, active = len(self.held), np.flatnonzero(self.held < self.N)
+        started = self.started[self.held[active]]
         many_idle = slots > SHRINK_ABOVE[self.kind] and len(idle) > slots * SHRINK_AT[self.kind]
         if len(active) and self.next_sequence == self.N and many_idle:
             self.shrink(active)
             changed = True
         if len(active) and changed:
             self.cache.assign(self.prompt_slot[self.held // self.k])
-            started = self.started[self.held[self.held < self.N]]
             self.first_start = started.min()
             self.same_t = bool((started == self.first_start).all())
         return len(active)
@@ -225,8 +226,9 @@ class DecodeBatch:
             self.tokens[row, begin:end] = upload(reply, self.device)
             self.written[row, begin:end] = True
         self.started[held] = self.steps - ends
-        spans = slots, self.prompt_slot[held // self.k], lengths - 1, added + 1
-        columns, positions = self.cache.begin_reply(*spans)
+        columns, positions = self.cache.begin_reply(
+            slots, self.prompt_slot[held // self.k], lengths - 1, added + 1
+        )
         slots, held, added, ends = (upload(x, self.device) for x in (slots, held, added, ends))
         tokens = self.tokens[held[:, None], columns]
         hidden = self.model(tokens, positions, self.cache, last=added)

@@ -29,8 +29,18 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first, sc
     n = len(weight)
     tensors = weight, gradient, exp_avg, exp_avg_sq, weight if master is None else master
     if scratch is None:
-        constants = dict(HAS_MASTER=master is not None, BLOCK=BLOCK, num_warps=WARPS)
-        launch(adamw_kernel, (triton.cdiv(n, BLOCK),), *tensors, *numbers, key, first, n, **constants)
+        launch(
+            adamw_kernel,
+            (triton.cdiv(n, BLOCK),),
+            *tensors,
+            *numbers,
+            key,
+            first,
+            n,
+            HAS_MASTER=master is not None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
         return
     stop = min(CHUNK, n) if is_planned(weight) else n  # a planner needs one chunk: all are alike
     for start in range(0, stop, CHUNK):

@@ -275,9 +275,23 @@ def forward(q, k, v, y, lse, segments, window, dy=None, dq=None, delta=None):
     """Fill y (1, H, T, D) and lse (1, H, T); or, with dy, dq (1, H, T, D) and delta (1, H, T)."""
     if nothing_to_do(q):
         return
-    shape, others = kernel_shape(q, k), common(q, k, v, segments)
+    shape = kernel_shape(q, k)
     programs = len(segments.tables[1]) * shape["PARTS"] * q.shape[1]
-    launch(queries_kernel, (programs,), q, k, v, y, lse, dy, dq, delta, *others, WINDOW=window, **shape)
+    launch(
+        queries_kernel,
+        (programs,),
+        q,
+        k,
+        v,
+        y,
+        lse,
+        dy,
+        dq,
+        delta,
+        *common(q, k, v, segments),
+        WINDOW=window,
+        **shape,
+    )
 
 
 def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window):

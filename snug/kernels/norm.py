@@ -64,9 +64,22 @@ def norm_in_triton(x, weight, dy, eps, centered):
         dy = dy.contiguous()
         if weight.requires_grad:
             sums = x.new_empty(programs, n, dtype=torch.float32)
-    sizes = rows, *x.shape[1:], *x.stride()[:2], eps, block, centered
-    warps = max(1, min(16, block // 256))
-    launch(norm_kernel, (programs,), x, weight, dy, out, sums, *sizes, num_warps=warps)
+    launch(
+        norm_kernel,
+        (programs,),
+        x,
+        weight,
+        dy,
+        out,
+        sums,
+        rows,
+        *x.shape[1:],
+        *x.stride()[:2],
+        eps,
+        block,
+        centered,
+        num_warps=max(1, min(16, block // 256)),
+    )
     return out, None if sums is None else sums.sum(0).to(weight.dtype)
 
 

@@ -91,10 +91,14 @@ def rotary_table(config, length, device, kind="rotary"):
 
     kind: GPTConfig.rope's; "sliding": plain rotary positions of another base."""
     if kind == "sliding":
-        plain = dict(
-            rope_type="", rope_factor=1.0, rope_original_block_size=0, rope_attention_factor=1.0
+        config = replace(
+            config,
+            rope_theta=config.rope_sliding_theta,
+            rope_type="",
+            rope_factor=1.0,
+            rope_original_block_size=0,
+            rope_attention_factor=1.0,
         )
-        config = replace(config, rope_theta=config.rope_sliding_theta, **plain)
     position = torch.arange(length, device=device)
     angle = position[:, None] * rotary_frequencies(config, device)  # (T, size / 2)
     angle = torch.cat([angle, angle], -1)  # (T, size)

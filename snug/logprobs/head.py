@@ -122,8 +122,9 @@ class Chunks:
                 torch.mm(states, self.teacher_weight.t(), out=its_columns)
                 divergence_rows(logits, teacher_logits, self.options, self.divergence[rows])
             entropy = None if self.entropy is None else self.entropy[rows]
-            of_rows = self.targets[rows], self.options, self.logprobs[rows], entropy
-            forward_rows(logits, *of_rows, overwrite=True, gradient=gradient)
+            forward_rows(
+                logits, self.targets[rows], self.options, self.logprobs[rows], entropy, True, gradient
+            )
             yield rows, hidden, logits
 
     def accumulate(self, gradient, hidden, rows, coefficients, dhidden, dweight, of_divergence=None):
