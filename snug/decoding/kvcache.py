@@ -74,6 +74,7 @@ class KVCache:
         self.prompt = torch.zeros(L, 2, prompt_slots, G, prompt_width, D, **options)
         self.prompt_lengths = torch.ones(prompt_slots, dtype=torch.long, device=device)
         self.ragged = False  # is a prompt shorter than the others?
+        self.T_p, self.T_c = prompt_width, width
         self.max_length = prompt_width + width
         # (P,) the prompt slots that the next forward fills; None: it is a step
         self.prefill_slots = None
@@ -82,8 +83,7 @@ class KVCache:
         # (attention.join).
         self.kernel = None
         if uses_triton(self.prompt, "decode"):
-            heads = config.n_head, config.n_kv_head, config.head_size
-            self.kernel = attention.kernel_shape(*heads, dtype.itemsize, group_size)
+            self.kernel = attention.kernel_shape(config.n_head, G, D, dtype.itemsize, group_size)
             self.clear(slots, width)
         self.tiles = None
         self.counters = torch.zeros(slots, config.n_head, dtype=torch.int32, device=device)
@@ -91,7 +91,7 @@ class KVCache:
     def begin_prefill(self, prompt_slots, lengths):
         """The next forward's prompts, of these lengths, go to these prompt slots."""
         self.prefill_slots = upload(prompt_slots, self.device)
-        self.ragged |= min(lengths) < self.prompt.shape[4]
+        self.ragged |= min(lengths) < self.T_p
         self.prompt_lengths[self.prefill_slots] = upload(lengths, self.device)
         if self.states:
             self.states.begin_prefill(self.prefill_slots, self.prompt_lengths, max(lengths))
@@ -108,7 +108,7 @@ class KVCache:
         prompt_slots = upload(prompt_slots, self.device)
         tensors = [(self.completions, slots, columns)]
         if len(prompt_slots) < self.prompt.shape[2]:
-            tensors.append((self.prompt, prompt_slots, self.prompt.shape[4]))
+            tensors.append((self.prompt, prompt_slots, self.T_p))
         for both, kept, width in tensors:
             for tensor in both.flatten(
                 0, 1
@@ -156,8 +156,7 @@ class KVCache:
         self.lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
         # A layer's completions, seen as a matrix with rows of D numbers: the row of each slot's first column.
         S = self.completions.shape[2]
-        T_c = self.completions.shape[4]
-        rows = torch.arange(2 * S * G, device=self.device) * T_c
+        rows = torch.arange(2 * S * G, device=self.device) * self.T_c
         self.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
 
     def clear(self, slots, columns):
@@ -176,7 +175,7 @@ class KVCache:
         """prompt_lengths (n,); t (n, S), the columns of S tokens -> (n, S, T_p + columns) boolean: which tokens of its
         prompt, and which columns of its completion, each token sees."""
         t, length = t[..., None], prompt_lengths[:, None, None]
-        column = torch.arange(self.prompt.shape[4], device=t.device)
+        column = torch.arange(self.T_p, device=t.device)
         age = t - torch.arange(columns, device=t.device)
         window = window or self.max_length  # no window: longer than all
         in_prompt = (column < length) & (length + t - column < window)
@@ -198,7 +197,7 @@ class KVCache:
             self.clear(len(t), columns)
         self.bias = {}  # window -> what is added to the scores, if something is hidden
         for window in set(self.config.windows):
-            if self.ragged or not same_t or 0 < window < self.prompt.shape[4] + columns:
+            if self.ragged or not same_t or 0 < window < self.T_p + columns:
                 hidden = ~self.sees(window, self.lengths, t[:, None], columns)
                 bias = torch.zeros_like(hidden, dtype=self.dtype)
                 self.bias[window] = bias.masked_fill_(hidden, -math.inf)
@@ -210,29 +209,25 @@ class KVCache:
         behind it. A token sees its prompt, all earlier columns, and itself. Padding writes into columns behind the
         reply; a step overwrites them before any token sees them. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
-        slots_in_all = self.completions.shape[2]
-        width = self.completions.shape[4]
-        self.clear(slots_in_all, width)
+        self.clear(self.completions.shape[2], self.T_c)
         t = upload(t, self.device)
         slots = upload(slots, self.device)
         prompt_slots = upload(prompt_slots, self.device)
         place = torch.arange(max(lengths), device=self.device)
-        columns = (t[:, None] + place).clamp_(max=width - 1)
+        columns = (t[:, None] + place).clamp_(max=self.T_c - 1)
         prompt_lengths = self.prompt_lengths[prompt_slots]
         self.reply = slots, prompt_slots, columns
         if self.states:
             self.states.begin(slots, upload(lengths, self.device), max(lengths))
         self.reply_sees = {
-            window: self.sees(window, prompt_lengths, columns, width)[:, None]
+            window: self.sees(window, prompt_lengths, columns, self.T_c)[:, None]
             for window in set(self.config.windows)
         }
         return columns, prompt_lengths[:, None] + columns
 
-    def attend_reply(self, layer, q, k, v, rotary):
+    def attend_reply(self, layer, q, k, v):
         """q (w, H, R, D), k and v (w, G, R, D) -> (w, H, R, D). Writes the keys and values of the reply."""
         slots, prompt_slots, columns = self.reply
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
         completion = self.completions[layer]
         new = torch.stack([k, v]).permute(1, 3, 0, 2, 4)  # (w, R, 2, G, D)
         completion[:, slots[:, None], :, columns] = new.to(self.dtype)
@@ -244,14 +239,14 @@ class KVCache:
         """q (n, H, 1, D), k and v (n, G, 1, D), rotary's cos and sin (n, 1, 1, D) -> (n, H, 1, D).
 
         One softmax over the prompt and the completion of each slot."""
-        if self.reply is not None:
-            return self.attend_reply(layer, q, k, v, rotary)
-        if self.kernel:
+        if self.kernel and self.reply is None:
             return self.attend_triton(layer, q, k, v, rotary)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if self.reply is not None:
+            return self.attend_reply(layer, q, k, v)
         n, H, _, D = q.shape
-        G = self.config.n_kv_head
+        G = k.shape[1]
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
         self.completions[layer].view(-1, D).index_copy_(0, self.write_at, new)
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. With bfloat16 it was 2.5e-4.
@@ -285,12 +280,11 @@ class KVCache:
         """`attend` by one kernel. Its buffers and its result are allocated here. Only `counters` keep their address;
         they are 0 between launches."""
         n, H, _, D = q.shape
-        G = self.config.n_kv_head
-        T_p, T_c = self.prompt.shape[4], self.completions.shape[4]
+        G = k.shape[1]
         window = self.config.windows[layer]
         lines, block = -(-n // self.kernel["TILE"]), self.kernel["N"]
-        prompt_splits, prompt_chunk = attention.split_columns(T_p, lines * G, block)
-        splits, chunk = attention.split_columns(T_c, n * G, block)
+        prompt_splits, prompt_chunk = attention.split_columns(self.T_p, lines * G, block)
+        splits, chunk = attention.split_columns(self.T_c, n * G, block)
         parts = q.new_empty(
             n,
             H,
@@ -323,8 +317,8 @@ class KVCache:
             self.counters,
             y,
             D**-0.5 * LOG2_OF_E,
-            T_p,
-            T_c,
+            self.T_p,
+            self.T_c,
             D,
             prompt_programs,
             prompt_chunk,
