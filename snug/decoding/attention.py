@@ -11,15 +11,16 @@ rotated; 0: all.
 Left out: prefill, which uses the model's own attention. Test: pytest tests/test_kernels.py
 """
 
-from snug.kernels import LOW, constexpr, tl, triton
+from snug.kernels import LOW, constexpr, dot, tl, triton
 
 if triton is not None:
 
     @triton.jit
     def rotated(x, cos, sin, d, size, mask, ROTARY: constexpr):
-        """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + size/2] | x[d - size/2]) sin[d]. x, cos, sin: where heads begin.
+        """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + size/2] | x[d - size/2]) sin[d].
 
-        size: how many numbers of a head are rotated. The others stay: their cos is 1, their sin 0."""
+        x, cos, sin: where heads begin. size: how many numbers of a head are rotated. The others stay: their cos is 1,
+        their sin 0."""
         value = tl.load(x + d, mask, 0.0)
         if ROTARY:
             half = size // 2
@@ -67,12 +68,12 @@ if triton is not None:
                 sees &= latest[:, None] - column[None, :] < WINDOW
             k = tl.load(keys + at, mask, 0.0)
             v = tl.load(values + at, mask, 0.0)
-            z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            z = dot(q, tl.trans(k)) * scale
             z = tl.where(sees, z, LOW)
             higher = tl.maximum(top, tl.max(z, 1))
             p = tl.where(sees, tl.exp2(z - higher[:, None]), 0.0)
             shrunk = tl.exp2(top - higher)
-            acc = acc * shrunk[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            acc = acc * shrunk[:, None] + dot(p.to(v.dtype), v)
             total = total * shrunk + tl.sum(p, 1)
             top = higher
         return top, total, acc

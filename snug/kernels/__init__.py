@@ -24,7 +24,7 @@ try:
     import triton.language as tl
     from triton.language import constexpr
 except ImportError:  # plain torch does everything
-    triton = tl = constexpr = LOG2E = LN2 = LOW = None
+    triton = tl = constexpr = LOG2E = LN2 = LOW = dot = None
 
 # Below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0.
 LOWEST = -1e30
@@ -36,6 +36,11 @@ if triton is not None:
     LOG2E = constexpr(LOG2_OF_E)
     LN2 = constexpr(0.6931471805599453)
     LOW = constexpr(LOWEST)
+
+    @triton.jit
+    def dot(a, b, total=None):
+        """-> a b, + total; float32 is not rounded to TF32."""
+        return tl.dot(a, b, total, input_precision="ieee")
 
 
 OFF = {}  # kernels that plain torch replaces, or "all": why (snug/trust.py)

@@ -15,7 +15,18 @@ Left out: decoding's attention (snug/decoding/attention.py). The oracle is segme
 
 import torch
 
-from snug.kernels import LN2, LOG2E, LOW, constexpr, has_tensor_cores, launch, nothing_to_do, tl, triton
+from snug.kernels import (
+    LN2,
+    LOG2E,
+    LOW,
+    constexpr,
+    dot,
+    has_tensor_cores,
+    launch,
+    nothing_to_do,
+    tl,
+    triton,
+)
 
 TILE = 64  # most tokens of a tile (Segments.tiles)
 
@@ -41,7 +52,7 @@ if triton is not None:
     @triton.jit
     def scores(a, b, token, low, high):
         """a (M, DP), b (N, DP) -> their products (M, N), not scaled; LOW unless low <= token <= high."""
-        z = tl.dot(a, tl.trans(b), input_precision="ieee")
+        z = dot(a, tl.trans(b))
         return tl.where((token >= low) & (token <= high), z, LOW)
 
     @triton.jit
@@ -79,7 +90,7 @@ if triton is not None:
         higher = tl.maximum(top, tl.max(z, 1, keep_dims=True) * scale)
         p = tl.exp2(z * scale - higher)
         shrunk = tl.exp2(top - higher)
-        acc = tl.dot(p.to(values.dtype), values, acc * shrunk, input_precision="ieee")
+        acc = dot(p.to(values.dtype), values, acc * shrunk)
         return higher, total * shrunk + tl.sum(p, 1, keep_dims=True), acc
 
     @triton.jit
@@ -142,8 +153,8 @@ if triton is not None:
                 top, total, acc = online_softmax(z, values, D**-0.5 * LOG2E, top, total, acc)
             else:
                 p = tl.exp2(z * (D**-0.5 * LOG2E) - top)
-                dz = p * (tl.dot(dx, tl.trans(values), input_precision="ieee") - total)
-                acc = tl.dot(dz.to(keys.dtype), keys, acc, input_precision="ieee")
+                dz = p * (dot(dx, tl.trans(values)) - total)
+                acc = dot(dz.to(keys.dtype), keys, acc)
         if dy is None:
             tl.store(lse + h * T + token, (top + tl.log2(total)) * LN2, token < end)
             tl.store(y + h * D + place, acc / total, mask)
@@ -203,9 +214,9 @@ if triton is not None:
             dx = tl.load(dy + head * D + query[:, None] * (H * D) + d, x_mask, 0.0)
             z = scores(keys, x, key, low[None, :], query[None, :])  # (M, N)
             p = tl.exp2(z * (D**-0.5 * LOG2E) - log_sum[None, :])
-            dvalues = tl.dot(p.to(dx.dtype), dx, dvalues, input_precision="ieee")
-            dz = p * (tl.dot(values, tl.trans(dx), input_precision="ieee") - slope[None, :])
-            dkeys = tl.dot(dz.to(x.dtype), x, dkeys, input_precision="ieee")
+            dvalues = dot(p.to(dx.dtype), dx, dvalues)
+            dz = p * (dot(values, tl.trans(dx)) - slope[None, :])
+            dkeys = dot(dz.to(x.dtype), x, dkeys)
         if of_prompt:
             row = (tile // H * M).to(tl.int64) + key - first
             put(dk_shares, dv_shares, (row * H + h) * D + d, dkeys * D**-0.5, dvalues, mask)
