@@ -79,7 +79,11 @@ class Cut:
         """sequences: Rollouts or Sequences, N of them. step_size: sequences of an optimizer step; 0: N."""
         self.prompt_lengths = sequences.prompt_lengths.tolist()
         self.completion_lengths = sequences.completion_lengths.tolist()
-        self.places = places_of(sequences)
+        if getattr(sequences, "mask", None) is None:
+            self.places = list(map(np.arange, self.completion_lengths))
+        else:
+            masks = zip(sequences.mask.cpu().numpy(), self.completion_lengths, strict=True)
+            self.places = [np.flatnonzero(mask[:length]) for mask, length in masks]
         N = len(self.prompt_lengths)
         self.group_size, self.step_size = group_size, step_size or N
         self.step_indices = [range(N)[i : i + self.step_size] for i in range(0, N, self.step_size)]
@@ -139,15 +143,6 @@ class Cut:
         """The micro-batches that this process runs the model on."""
         mine = self.processes.dealt(micro_batches, self.rank_of, model)
         return counted(mine, "micro-batches", total=-(-len(micro_batches) // self.processes.size))
-
-
-def places_of(sequences) -> list[np.ndarray]:
-    """-> the places of the sampled tokens in each completion; without a mask all places."""
-    lengths = sequences.completion_lengths.tolist()
-    if getattr(sequences, "mask", None) is None:
-        return list(map(np.arange, lengths))
-    masks = zip(sequences.mask.cpu().numpy(), lengths, strict=True)
-    return [np.flatnonzero(mask[:length]) for mask, length in masks]
 
 
 @dataclass

@@ -110,8 +110,7 @@ class DecodeBatch:
         at_once = self.cache.states and is_over and ask
         self.look_every = 1 if at_once else LOOK_EVERY[self.kind]
         # A graph replays the lengths and addresses that were recorded. In plain torch they change with every step.
-        records = cuda_graphs and self.cache.kernel
-        self.recorder = Recorder(self.device) if records else None
+        self.recorder = Recorder(self.device) if cuda_graphs and self.cache.kernel else None
         # On the device, per slot: its sequence, the number of its latest token, this token, its prompt's length.
         self.sequences = torch.full((slots,), self.N, device=self.device)
         self.t = zeros(slots, dtype=torch.long)

@@ -101,8 +101,8 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     weight = model.lm_head_weight
     budget = logits_budget(chunk_mb, kind_of(hidden), weight.numel() * weight.element_size())
     n = max(1, int(budget * MIB) // row_bytes)
-    tokens = torch.empty(N, dtype=torch.long, device=hidden.device)
-    logprobs = torch.empty(N, dtype=torch.float32, device=hidden.device)
+    tokens = hidden.new_empty(N, dtype=torch.long)
+    logprobs = hidden.new_empty(N, dtype=torch.float32)
     for start in range(0, n if is_planned(hidden) else N, n):  # a planner's chunks are all alike
         rows = slice(start, start + n)
         draw(model, hidden[rows], u[rows], temperature, tokens[rows], logprobs[rows])

@@ -65,7 +65,7 @@ def has_tensor_cores(tensor):
 
 def nothing_to_do(tensor):
     """Has the tensor no data, because it is empty or a planner's?"""
-    return is_planned(tensor) or tensor.is_meta or not tensor.numel()
+    return is_planned(tensor) or not tensor.numel()
 
 
 def launch(kernel, grid: tuple, tensor, *arguments, **constants):

@@ -54,8 +54,8 @@ def new_scratch(weight):
         return None
     dtype = wide(weight.dtype)
     n = min(CHUNK, weight.numel())
-    numbers = torch.empty(4, n, dtype=dtype, device=weight.device)
-    bits = torch.empty(2, n, dtype=torch.int64, device=weight.device)
+    numbers = weight.new_empty(4, n, dtype=dtype)
+    bits = weight.new_empty(2, n, dtype=torch.int64)
     return *numbers, *bits, bits.new_empty(n, dtype=torch.int32)
 
 

@@ -312,7 +312,6 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window):
     delta = torch.empty_like(lse)
     shares = lse.new_empty(2, prompt_tiles * TILE, H, D)
     dy = dy.transpose(1, 2).contiguous()  # (1, T, H, D)
-    position = segments.positions if window else None
     if nothing_to_do(q):
         return
     forward(q, k, v, y, lse, segments, window, dy, dq, delta)
@@ -329,7 +328,7 @@ def backward(dy, q, k, v, y, lse, dq, dk, dv, segments, window):
         dv,
         delta,
         *shares,
-        position,
+        segments.positions if window else None,
         *common(q, k, v, segments),
         WINDOW=window,
         **shape,

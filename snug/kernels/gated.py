@@ -30,15 +30,12 @@ if triton is not None:
             slope = SLOPE * (1 + 3 * CUBIC * gate * gate)
         sigmoid = 1 / (1 + tl.exp2(-z * LOG2E))
         if dy is None:
-            value = gate * sigmoid * up
-            tl.store(out + row * n + column, value, mask)
+            tl.store(out + row * n + column, gate * sigmoid * up, mask)
         else:
             out += row * 2 * n + column
             d = tl.load(dy + row * n + column, mask, 0.0)
-            dgate = d * up * sigmoid * (1 + gate * (1 - sigmoid) * slope)
-            dup = d * gate * sigmoid
-            tl.store(out, dgate, mask)
-            tl.store(out + n, dup, mask)
+            tl.store(out, d * up * sigmoid * (1 + gate * (1 - sigmoid) * slope), mask)
+            tl.store(out + n, d * gate * sigmoid, mask)
 
 
 def on_rows(x, dy, out, gelu):

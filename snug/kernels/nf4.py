@@ -236,14 +236,13 @@ def dequantize(q, pairs, out):
         dequantize_torch(q, pairs, out)
         return
     blocks = out.numel() // BLOCK
-    numbers = pairs.view(torch.float32)
     # The twin rounds scale * number + offset twice. A fused product, which is switched off, would round once.
     launch(
         dequantize_kernel,
         (triton.cdiv(blocks, ROWS),),
         out,
         *q,
-        numbers,
+        pairs.view(torch.float32),
         blocks,
         ROWS,
         enable_fp_fusion=False,
@@ -338,11 +337,10 @@ def product(x, weight, bias=None, residual=None, h=None, B=None, alpha=1.0):
     x (..., columns), at most FEW rows; residual (..., rows); an adapter's h (..., rank) and B (rows, rank). Its twins
     are NF4Linear and lora.py. It rounds W and B as they do, adds in float32 and rounds the sum once.
     """
-    dtype, columns = dtype_of(x), weight.shape[1]
-    x = x.to(dtype).contiguous()
+    rows, columns = weight.shape
+    x = x.to(dtype_of(x)).contiguous()
     n, blocks = x.numel() // columns, columns // BLOCK
-    y_dtype = dtype if residual is None else residual.dtype
-    y = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=y_dtype)
+    y = x.new_empty(*x.shape[:-1], rows, dtype=None if residual is None else residual.dtype)
     M = min(64, max(16, triton.next_power_of_2(n)))
     tile, batches = max(64, 2 * M), triton.cdiv(n, M)
     rank = 1 if B is None else B.shape[1]
@@ -369,7 +367,7 @@ def product(x, weight, bias=None, residual=None, h=None, B=None, alpha=1.0):
             n,
             start,
             end - start,
-            weight.shape[0],
+            rows,
             columns,
             rank,
             splits,

@@ -105,7 +105,7 @@ class Chunks:
     def new_buffer(self, size, V):
         """(size, V or more): the kernels' loads and tensor cores want rows that begin at 16-byte addresses."""
         width = -(-V // 16) * 16 if kind_of(self.hidden) == "cuda" else V
-        return torch.empty(size, width, dtype=self.options.dtype, device=self.hidden.device)
+        return self.hidden.new_empty(size, width, dtype=self.options.dtype)
 
     def visit(self, gradient=False):
         """Fill the numbers of each chunk -> rows (a slice of the M), their hidden states (m, C), their logits (m, V or
