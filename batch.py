@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from snug.device.kinds import padded, upload
 from snug.device.processes import ONE_PROCESS
@@ -36,21 +37,21 @@ class MicroBatch:
     targets are x . y . at the places 0 1 4 5: their states see the reply. Its length is 4.
     """
 
-    tokens: torch.Tensor  # (1, T)
-    positions: torch.Tensor  # (1, T)
+    tokens: Tensor  # (1, T)
+    positions: Tensor  # (1, T)
     mask: Segments  # which tokens each token sees
-    states: torch.Tensor  # (M,) the place in the row whose state predicts the target
-    targets: torch.Tensor  # (M,)
-    sequence: torch.Tensor  # (M,) in [0, S)
-    place: torch.Tensor  # (M,) within its completion: 0 is its first token
-    lengths: torch.Tensor  # (S,) sampled tokens
-    index: torch.Tensor  # (S,) the number of each completion among all N sequences
-    row: torch.Tensor  # (M,) this number for each target: index[sequence]
-    advantages: torch.Tensor | None = None  # (S,)
-    sampling_logprobs: torch.Tensor | None = None  # (M,)
-    old_logprobs: torch.Tensor | None = None  # (M,)
-    ref_logprobs: torch.Tensor | None = None  # (M,)
-    teacher_outputs: torch.Tensor | None = None  # (M,) log-probs, or (M, C_T) hidden states
+    states: Tensor  # (M,) the place in the row whose state predicts the target
+    targets: Tensor  # (M,)
+    sequence: Tensor  # (M,) in [0, S)
+    place: Tensor  # (M,) within its completion: 0 is its first token
+    lengths: Tensor  # (S,) sampled tokens
+    index: Tensor  # (S,) the number of each completion among all N sequences
+    row: Tensor  # (M,) this number for each target: index[sequence]
+    advantages: Tensor | None = None  # (S,)
+    sampling_logprobs: Tensor | None = None  # (M,)
+    old_logprobs: Tensor | None = None  # (M,)
+    ref_logprobs: Tensor | None = None  # (M,)
+    teacher_outputs: Tensor | None = None  # (M,) log-probs, or (M, C_T) hidden states
 
     def completion_hidden(self, model):
         """Forward, without the head -> (M, C), the states that predict completion tokens.
@@ -237,9 +238,9 @@ def tables_of(groups, sizes, places, width: int) -> dict:
 class Sequences:
     """N prompts with completions, right-padded: what SFT learns from."""
 
-    tokens: torch.Tensor  # (N, T)
-    prompt_lengths: torch.Tensor  # (N,)
-    completion_lengths: torch.Tensor  # (N,)
+    tokens: Tensor  # (N, T)
+    prompt_lengths: Tensor  # (N,)
+    completion_lengths: Tensor  # (N,)
 
     @classmethod
     def from_lists(cls, prompts, completions, device="cpu"):
@@ -249,7 +250,7 @@ class Sequences:
         lengths = [torch.tensor(list(map(len, part)), device=device) for part in (prompts, completions)]
         return cls(tokens, *lengths)
 
-    def columns(self, numbers=slice(None)) -> dict[str, torch.Tensor]:
+    def columns(self, numbers=slice(None)) -> dict[str, Tensor]:
         """{name: tensor} of the columns that are there. numbers: a range, of these sequences alone."""
         part = slice(numbers.start, numbers.stop)
         return {name: x[part] for name, x in vars(self).items() if x is not None}

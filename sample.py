@@ -34,7 +34,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
+from torch import Tensor
 
 from batch import Sequences
 from data import make_task
@@ -66,14 +66,14 @@ class Rollouts(Sequences):
     """
 
     # tokens (N, T), prompt_lengths and completion_lengths (N,), the stop token and what `respond` wrote included
-    sampling_logprobs: torch.Tensor  # (N, T_c) float32, 0 where mask is 0
-    mask: torch.Tensor  # (N, T_c), 1 where sampled, the stop token too; 0 where `respond` wrote
-    stopped: torch.Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
-    advantages: torch.Tensor | None = None  # (N,)
-    old_logprobs: torch.Tensor | None = None  # (N, T_c)
-    ref_logprobs: torch.Tensor | None = None  # (N, T_c)
+    sampling_logprobs: Tensor  # (N, T_c) float32, 0 where mask is 0
+    mask: Tensor  # (N, T_c), 1 where sampled, the stop token too; 0 where `respond` wrote
+    stopped: Tensor  # (N,) boolean: ended with the stop token or a stop string, not cut off
+    advantages: Tensor | None = None  # (N,)
+    old_logprobs: Tensor | None = None  # (N, T_c)
+    ref_logprobs: Tensor | None = None  # (N, T_c)
     # The teacher's log-probs (N, T_c), or its hidden states (N, T_c, C_T), perhaps on the host
-    teacher_outputs: torch.Tensor | None = None
+    teacher_outputs: Tensor | None = None
 
     def completions(self):
         """-> N lists of ids, with their stop tokens, as in TRL."""
@@ -93,7 +93,9 @@ class Rollouts(Sequences):
             tensors = [getattr(each, name) for each in rollouts]
             if tensors[0].dim() > 1:
                 width = max(tensor.shape[1] for tensor in tensors)
-                tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+                tensors = [
+                    torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors
+                ]
             columns[name] = torch.cat(tensors)
         return cls(**columns)
 
@@ -173,7 +175,7 @@ def sample_groups(
             cuda_graphs=model.device.type == "cuda" and not enforce_eager,
         )
         rows = np.arange(first_row, first_row + N)
-        batch.u[:N] = torch.from_numpy(uniforms(seed, rows, np.arange(max_new_tokens)))
+        batch.u[:N] = torch.from_numpy(uniforms(seed, rows, range(max_new_tokens)))
         batch.decode()
         tokens, logprobs = batch.tokens[:N], batch.logprobs[:N]
         written, turns = batch.written, batch.turns
