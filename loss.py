@@ -75,8 +75,9 @@ def sequence_sum(values, lengths):
 
         values 1 2 3 4 5, lengths 3 2 -> 6 9
     """
-    sums = torch.segment_reduce(off_mps(values), "sum", lengths=off_mps(lengths).long(), unsafe=True)
-    return sums.to(values.device)
+    return torch.segment_reduce(
+        off_mps(values), "sum", lengths=off_mps(lengths).long(), unsafe=True
+    ).to(values.device)
 
 
 def sequence_ratio(log_ratio, sequence, lengths):
@@ -188,18 +189,10 @@ def policy_loss(
         ratio = sequence_ratio(logprobs - old_logprobs, sequence, lengths)
     else:
         ratio = torch.exp(logprobs - old_logprobs)
-    per_token, clipped = SURROGATES[options.loss.surrogate](
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        ratio=ratio,
-        advantages=token_advantages,
-        sequence=sequence,
-        lengths=lengths,
-        options=options,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-    )
+    columns = dict(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, ratio=ratio)
+    columns |= dict(advantages=token_advantages, sequence=sequence, lengths=lengths, options=options)
+    surrogate = SURROGATES[options.loss.surrogate]
+    per_token, clipped = surrogate(**columns, num_tokens=num_tokens, num_sequences=num_sequences)
     if options.importance_sampling_cap is not None:
         correction = torch.exp(old_logprobs - sampling_logprobs)  # Yao et al. 2025
         per_token = per_token * correction.clamp(max=options.importance_sampling_cap)

@@ -63,8 +63,8 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_size).transpose(1, 2)
         q, k, v = qkv.split(self.heads, 1)  # (B, heads, T, D)
-        gated = self.config.attention_gate
-        q, gate = (q[:, ::2], q[:, 1::2]) if gated else (q, None)
+        if self.config.attention_gate:
+            q, gate = q[:, ::2], q[:, 1::2]
         decodes = cache is not None and cache.prefill_slots is None
         if self.q_norm is not None:
             q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
@@ -81,7 +81,8 @@ class Attention(nn.Module):
             if cache is not None:
                 cache.write_prompts(self.layer, k, v)
             y = attend(q, k, v, mask, self.config.windows[self.layer])
-        y = y * gate.sigmoid() if gated else y
+        if self.config.attention_gate:
+            y = y * gate.sigmoid()
         return self.proj(y.transpose(1, 2).reshape(B, T, -1), residual)
 
 
@@ -144,9 +145,8 @@ class GPT(nn.Module):
         self.position = nn.Embedding(config.block_size, config.n_embd) if learned else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config, config.n_embd)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        tied = config.tie_embeddings
+        self.head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.rotary = {}  # {kind of rope: cos, sin of the positions used so far}; not saved
         self.ropes = [config.rope(layer) for layer in range(config.n_layer)]
         self.init_weights()
@@ -248,18 +248,10 @@ class GPT(nn.Module):
         packed = isinstance(mask, Segments) and isinstance(block.attention, Attention)
         if self.checkpoint_blocks == "selective" and packed:
             mask = mask.keeping()
+        # There is no dropout, so there is no generator to restore.
+        options = dict(use_reentrant=False, preserve_rng_state=False)
         with offloaded(x) if self.activation_offload else nullcontext():
-            # There is no dropout, so there is no generator to restore.
-            return checkpoint(
-                block,
-                x,
-                rotary,
-                cache,
-                mask,
-                last,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            return checkpoint(block, x, rotary, cache, mask, last, **options)
 
     def logits(self, hidden):
         """hidden (..., C) -> (..., V), -inf for padded ids. Mind the size: select rows first."""

@@ -151,14 +151,8 @@ class DeltaNet(nn.Module):
         q, k = (x.repeat_interleave(H * K // keys, 2) for x in heads)
         g = -self.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + self.dt_bias)
         v = v.unflatten(-1, (H, -1))
-        parts = (
-            q * K**-0.5,
-            k,
-            v,
-            g[..., None],
-            b.to(dtype).sigmoid()[..., None],
-        )
-        return [part.transpose(1, 2) for part in parts]
+        gates = g[..., None], b.to(dtype).sigmoid()[..., None]
+        return [part.transpose(1, 2) for part in (q * K**-0.5, k, v, *gates)]
 
     def gated(self, y, z):
         """y (N, H, T, V), z (N, T, H V) -> (N, T, H V)"""

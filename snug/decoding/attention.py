@@ -225,7 +225,7 @@ def split_columns(width: int, programs: int, block: int):
     """-> (ranges, columns per range) of `width` columns. programs: how many run if nothing is split.
 
     A range has at least two blocks. There are at most 16 ranges, because one program joins their parts one by one."""
-    blocks = max(1, -(-width // block))
+    blocks = -(-width // block)
     splits = min(-(-blocks // 2), max(1, PROGRAMS // programs), 16)
     each = -(-blocks // splits)
     return -(-blocks // each), each * block

@@ -21,7 +21,6 @@ Left out: what a rollout is (sample.py).
 Test: pytest tests/test_sample.py
 """
 
-import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -97,7 +96,7 @@ class DecodeBatch:
         self.written = zeros(shape, dtype=torch.bool) if ask else None
         self.turns = Turns(max_new_tokens, self.stop_tokens, is_over, ask) if is_over or ask else None
         # A prompt stays until its last sequence is over. Before that, other groups start and need prompt slots too.
-        prompt_slots = min(len(prompts), slots, 4 * math.ceil(slots / k))
+        prompt_slots = min(len(prompts), slots, 4 * -(-slots // k))
         width, dtype = max(map(len, prompts)), model.compute_dtype
         self.cache = KVCache(
             model.config, prompt_slots, width, slots, max_new_tokens, dtype, self.device, k
@@ -118,7 +117,7 @@ class DecodeBatch:
         self.prompt_length = torch.zeros_like(self.t)
         self.held = np.full(slots, self.N)
         # Per sequence: the step that drew its first token. A reply of n tokens moves this number n steps back.
-        self.started = np.zeros(self.N, dtype=np.int64)
+        self.started = np.zeros(self.N, int)
         # Per prompt: its prompt slot; -1: not in the cache. The last entry is for the dummy prompt of idle slots.
         self.prompt_slot = np.full(len(prompts) + 1, -1)
         self.next_prompt = 0  # the first prompt that has not been in the cache
@@ -180,9 +179,8 @@ class DecodeBatch:
             self.held[over] = self.N
             return
         waits = np.isin(self.held, list(self.turns.waiting))
-        active = self.held < self.N
         may_be_over = over | bool(self.turns.is_over)
-        slots = np.flatnonzero(active & ~waits & may_be_over)
+        slots = np.flatnonzero((self.held < self.N) & ~waits & may_be_over)
         sequences = self.held[slots]
         rows = self.tokens[upload(sequences, self.device)].cpu().numpy()
         drawn = np.minimum(self.steps - self.started[sequences] + 1, self.max_new_tokens)
@@ -229,8 +227,7 @@ class DecodeBatch:
             slots, self.prompt_slot[held // self.k], lengths - 1, added + 1
         )
         slots, held, added, ends = (upload(x, self.device) for x in (slots, held, added, ends))
-        tokens = self.tokens[held[:, None], columns]
-        hidden = self.model(tokens, positions, self.cache, last=added)
+        hidden = self.model(self.tokens[held[:, None], columns], positions, self.cache, last=added)
         self.sequences[slots] = held
         self.t[slots] = ends
         self.draw(hidden[:, 0], slots)
@@ -239,15 +236,12 @@ class DecodeBatch:
         """-> the next sequences to start, at most `room`, whose prompts are in the cache. Prefills missing prompts."""
         stop = min(self.next_sequence + room, self.N)
         if stop > self.next_prompt * self.k:
-            numbers = np.arange(len(self.prompt_slot))
-            needed = np.isin(numbers, self.held // self.k)
-            later = numbers >= self.next_sequence // self.k
-            stays = needed | later
-            self.prompt_slot[~stays] = -1
+            over = np.setdiff1d(np.arange(self.next_sequence // self.k), self.held // self.k)
+            self.prompt_slot[over] = -1
             # The lowest free prompt slots first, so that the slots in use are neighbours.
             free = np.setdiff1d(np.arange(len(self.prompt_hidden)), self.prompt_slot)
             # Prefill a few prompts ahead: one at a time is slow, and all free slots would be filled too early.
-            ahead = (stop - 1) // self.k + 1 + math.ceil(len(self.held) / self.k / 4)
+            ahead = (stop - 1) // self.k + 1 + -(-len(self.held) // (4 * self.k))
             missing = range(self.next_prompt, min(ahead, len(self.prompts)))[: len(free)]
             self.prefill(missing, free[: len(missing)])
             self.next_prompt += len(missing)
@@ -344,7 +338,7 @@ class DecodeBatch:
         self.held[:] = np.arange(n) % len(self.prompts) * self.k
         readers = max(min(self.k, n - (prompt_slots > 1)), 1)
         others = prompt_slots - 1 - np.arange(n - readers) % max(prompt_slots - 1, 1)
-        self.cache.assign(np.concatenate([np.zeros(readers, dtype=np.int64), others]))
+        self.cache.assign(np.concatenate([np.zeros(readers, int), others]))
         self.steps = self.max_new_tokens - 1
         self.first_start = 0
         self.same_t = False

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from snug.device.kinds import MIB, is_planned, kind_of, logits_budget
-from snug.kernels import LN2, LOG2_OF_E, LOW, constexpr, launch, tl, triton, uses_triton
+from snug.kernels import INF, LN2, LOG2_OF_E, LOW, constexpr, launch, tl, triton, uses_triton
 from snug.logprobs.rows import tile
 
 if triton is not None:
@@ -60,13 +60,13 @@ if triton is not None:
         columns = (tl.arange(0, STRETCHES) * length)[:, None] + tl.arange(0, STEP)[None, :]
         top = tl.full((STRETCHES, STEP), LOW, tl.float32)
         total = tl.zeros((STRETCHES, STEP), tl.float32)  # a lane's sum of 2^(z - top)
-        ahead = tl.load(logits + columns, columns < width, -float("inf"))
+        ahead = tl.load(logits + columns, columns < width, -INF)
         for start in range(0, length, STEP):
             x = ahead  # the next block loads while this one is computed
             after = columns + start + STEP
             mask = (start + STEP < length) & (after < width)
-            ahead = tl.load(logits + after, mask, -float("inf"))
-            z = tl.where(columns + start < n_vocab, x.to(tl.float32) * scale, -float("inf"))
+            ahead = tl.load(logits + after, mask, -INF)
+            z = tl.where(columns + start < n_vocab, x.to(tl.float32) * scale, -INF)
             smaller = tl.exp2(-tl.abs(z - top))
             total = tl.where(z > top, total * smaller + 1, total + smaller)
             top = tl.maximum(top, z)
@@ -76,7 +76,7 @@ if triton is not None:
         place = tl.arange(0, BLOCK)
         column = stretch * length + place
         mask = (place < length) & (column < n_vocab)
-        x = tl.load(logits + column, mask, -float("inf"))
+        x = tl.load(logits + column, mask, -INF)
         token, _ = pick(tl.exp2(x.to(tl.float32) * scale - best), u_within, BLOCK)
         # In a row with a NaN any token may be picked.
         token = tl.minimum(stretch * length + token, n_vocab - 1)
@@ -95,11 +95,10 @@ def sample_tokens(model, hidden, u, temperature, chunk_mb=0):
     """
     N, vocab_size = len(hidden), model.config.vocab_size
     if temperature > 0 and uses_triton(hidden, "draw"):
-        draw, row_bytes = draw_triton, vocab_size * hidden.element_size()
+        draw, row_bytes = draw_triton, vocab_size * hidden.itemsize
     else:  # three float32 rows at a time: logits, log-probs, probabilities
         draw, row_bytes = draw_torch, vocab_size * 12
-    weight = model.lm_head_weight
-    budget = logits_budget(chunk_mb, kind_of(hidden), weight.numel() * weight.element_size())
+    budget = logits_budget(chunk_mb, kind_of(hidden), model.lm_head_weight.nbytes)
     n = max(1, int(budget * MIB) // row_bytes)
     tokens = hidden.new_empty(N, dtype=torch.long)
     logprobs = hidden.new_empty(N, dtype=torch.float32)

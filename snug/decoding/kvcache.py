@@ -12,7 +12,6 @@ Left out: paging (a slot is as long as the longest completion may be), quantised
 Test: pytest tests/test_kvcache.py, and tests/test_kernels.py for the kernels.
 """
 
-import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -104,8 +103,7 @@ class KVCache:
     def compact(self, slots, prompt_slots, columns):
         """Keep only these slots, with their first `columns` columns, and these prompt slots. Both are rising numbers,
         and become 0, 1, 2 ..."""
-        slots = upload(slots, self.device)
-        prompt_slots = upload(prompt_slots, self.device)
+        slots, prompt_slots = (upload(x, self.device) for x in (slots, prompt_slots))
         tensors = [(self.completions, slots, columns)]
         if len(prompt_slots) < self.prompt.shape[2]:
             tensors.append((self.prompt, prompt_slots, self.T_p))
@@ -146,9 +144,9 @@ class KVCache:
         line = prompt_slot[slots] - first  # the slot's line in the table
         rank, counts = ranks(line)
         most = counts.max()
-        entry_of_pair = np.zeros((n, G), dtype=np.int64)
+        entry_of_pair = np.zeros((n, G), int)
         entry_of_pair[slots] = (line[:, None] * G + np.arange(G)) * most + rank[:, None]
-        pair_of_entry = np.zeros(len(counts) * G * most, dtype=np.int64)
+        pair_of_entry = np.zeros(len(counts) * G * most, int)
         pair_of_entry[entry_of_pair[slots]] = slots[:, None] * G + np.arange(G)
         self.entry_of_pair = torch.tensor(entry_of_pair.ravel(), device=self.device)
         self.pair_of_entry = torch.tensor(pair_of_entry, device=self.device)
@@ -200,7 +198,7 @@ class KVCache:
             if self.ragged or not same_t or 0 < window < self.T_p + columns:
                 hidden = ~self.sees(window, self.lengths, t[:, None], columns)
                 bias = torch.zeros_like(hidden, dtype=self.dtype)
-                self.bias[window] = bias.masked_fill_(hidden, -math.inf)
+                self.bias[window] = bias.masked_fill_(hidden, -torch.inf)
 
     def begin_reply(self, slots, prompt_slots, t, lengths):
         """The next forward reads tokens (w, R) for these slots, right-padded. All arguments are arrays (w,).
@@ -210,9 +208,7 @@ class KVCache:
         reply; a step overwrites them before any token sees them. -> columns (w, R), positions (w, R)."""
         self.prefill_slots = None
         self.clear(self.completions.shape[2], self.T_c)
-        t = upload(t, self.device)
-        slots = upload(slots, self.device)
-        prompt_slots = upload(prompt_slots, self.device)
+        t, slots, prompt_slots = (upload(x, self.device) for x in (t, slots, prompt_slots))
         place = torch.arange(max(lengths), device=self.device)
         columns = (t[:, None] + place).clamp_(max=self.T_c - 1)
         prompt_lengths = self.prompt_lengths[prompt_slots]

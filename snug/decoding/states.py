@@ -29,10 +29,14 @@ class States:
 
     def __init__(self, config, prompt_slots, slots, dtype, device):
         self.first_prompt = slots
-        sizes = config.linear_value_heads, config.linear_key_size, config.linear_value_size
         kinds = (
             (CONVOLUTION - 1, config.linear_channels, dtype),
-            (*sizes, wide(dtype)),
+            (
+                config.linear_value_heads,
+                config.linear_key_size,
+                config.linear_value_size,
+                wide(dtype),
+            ),
         )
         self.held = {
             layer: [
