@@ -122,8 +122,11 @@ def error_of(dtype, function, *shapes) -> float:
 @phase("trying kernels")
 def try_kernels(settings, shape):
     """-> OFF, with the kernels that are not right, and why. If all were right before, nothing is tried."""
-    window = min(shape.get("sliding_window", 0), 1000)  # the twin has a dense mask
-    config = GPTConfig(**shape | dict(n_layer=shape.get("full_every") or 1, sliding_window=window))
+    smaller = dict(
+        n_layer=shape.get("full_every") or 1,
+        sliding_window=min(shape.get("sliding_window", 0), 1000),  # the twin has a dense mask
+    )
+    config = GPTConfig(**shape | smaller)
     machine = (
         f"{torch.cuda.get_device_name()} (driver {torch._C._cuda_getDriverVersion()}, "
         f"torch {torch.__version__}, Triton {triton.__version__})"

@@ -24,7 +24,7 @@ try:
     import triton.language as tl
     from triton.language import constexpr
 except ImportError:  # plain torch does everything
-    triton = tl = constexpr = LOG2E = LN2 = LOW = dot = None
+    triton = tl = constexpr = INF = LOG2E = LN2 = LOW = dot = None
 
 # Below every logit and, unlike -inf, it can be subtracted from itself and multiplied by 0.
 LOWEST = -1e30
@@ -33,6 +33,7 @@ LOG2_OF_E = 1.4426950408889634
 if triton is not None:
     # Without it Triton 3.9 warns, and 3.10 adds and multiplies apart.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    INF = constexpr(float("inf"))
     LOG2E = constexpr(LOG2_OF_E)
     LN2 = constexpr(0.6931471805599453)
     LOW = constexpr(LOWEST)

@@ -42,8 +42,8 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first, sc
             num_warps=WARPS,
         )
         return
-    stop = min(CHUNK, n) if is_planned(weight) else n  # a planner needs one chunk: all are alike
-    for start in range(0, stop, CHUNK):
+    # A planner needs one chunk: all are alike.
+    for start in range(0, CHUNK if is_planned(weight) else n, CHUNK):
         chunk = (tensor[start : start + CHUNK] for tensor in tensors)
         adamw_torch(*chunk, numbers, key, first + start, scratch)
 

@@ -4,15 +4,13 @@ Backward keeps only the input.
 Test: pytest tests/test_layer_kernels.py
 """
 
-import math
-
 import torch
 
 from snug.kernels import LOG2E, constexpr, launch, tl, triton, uses_triton
 
 if triton is not None:
     # gelu(x) by tanh is x sigmoid(SLOPE (x + CUBIC x^3)), as silu(x) is x sigmoid(x)
-    SLOPE = constexpr(2 * (2 / math.pi) ** 0.5)
+    SLOPE = constexpr(2 * (2 / torch.pi) ** 0.5)
     CUBIC = constexpr(0.044715)
 
     @triton.jit
@@ -22,8 +20,8 @@ if triton is not None:
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         mask = column < n
         x += row * 2 * n + column
-        gate = tl.load(x, mask, 0.0).to(tl.float32)
-        up = tl.load(x + n, mask, 0.0).to(tl.float32)
+        gate = tl.load(x, mask).to(tl.float32)
+        up = tl.load(x + n, mask).to(tl.float32)
         z, slope = gate, 1.0
         if GELU:
             z = SLOPE * (gate + CUBIC * gate * gate * gate)
@@ -33,7 +31,7 @@ if triton is not None:
             tl.store(out + row * n + column, gate * sigmoid * up, mask)
         else:
             out += row * 2 * n + column
-            d = tl.load(dy + row * n + column, mask, 0.0)
+            d = tl.load(dy + row * n + column, mask)
             tl.store(out, d * up * sigmoid * (1 + gate * (1 - sigmoid) * slope), mask)
             tl.store(out + n, d * gate * sigmoid, mask)
 
@@ -75,7 +73,7 @@ class GatedUnit(torch.autograd.Function):
     """x (..., 2 n), gate beside up -> silu(gate) * up (..., n); with gelu, gelu(gate) * up."""
 
     @staticmethod
-    def forward(ctx, x, gelu=False):
+    def forward(ctx, x, gelu):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.gelu, ctx.fill = gelu, on_rows if uses_triton(x, "gated") else rows_in_torch

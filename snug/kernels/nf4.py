@@ -20,7 +20,6 @@ Left out: FP4, other block sizes. Test: pytest tests/test_nf4.py
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from snug.device.cpu import linear
 from snug.kernels import constexpr, has_tensor_cores, launch, tl, triton, uses_triton
@@ -208,7 +207,7 @@ def blockwise(values, numbers, size):
     """
     codes, scales = [], []
     for piece in values.split(8 * PIECE * size):
-        blocks = F.pad(piece.float(), (0, -len(piece) % size)).view(-1, size)
+        blocks = torch.nn.functional.pad(piece.float(), (0, -len(piece) % size)).view(-1, size)
         scale = blocks.abs().amax(-1)
         unit = blocks * (1 / scale.clamp(min=1e-38))[:, None]
         code = torch.bucketize(unit.flatten(), (numbers[:-1] + numbers[1:]) / 2, out_int32=True)

@@ -39,13 +39,13 @@ if triton is not None:
         half = D // 2
         mask = (head < heads) & (d < half)
         angle = b * table_batch + t * table_time + d  # both halves of the table are the same
-        c = tl.load(cos + angle, d < half, 1.0)
-        s = tl.load(sin + angle, d < half, 0.0)
+        c = tl.load(cos + angle, d < half)
+        s = tl.load(sin + angle, d < half)
         if BACK:
             s = -s
         x += b * x_batch + t * x_time + head * x_head + d
-        left = tl.load(x, mask, 0.0).to(tl.float32)
-        right = tl.load(x + half, mask, 0.0).to(tl.float32)
+        left = tl.load(x, mask).to(tl.float32)
+        right = tl.load(x + half, mask).to(tl.float32)
         tl.store(x, left * c - right * s, mask)
         tl.store(x + half, right * c + left * s, mask)
 

@@ -14,13 +14,11 @@ A window limits how many tokens a token sees, itself included.
 Left out: prompts that share a beginning, and decoding (snug/decoding/attention.py). Test: pytest tests/test_segments.py
 """
 
-import math
 from copy import copy
 from functools import cached_property
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from snug.device.kinds import kind_of, upload, wide
 from snug.kernels import flash, uses_triton
@@ -67,7 +65,8 @@ class Segments:
         ]
         self.lengths = np.array(lengths)
         self.prompt = np.array(prompts)  # of each segment; a prompt's is itself
-        self.begins = self.lengths.cumsum() - self.lengths
+        self.ends = self.lengths.cumsum()
+        self.begins = self.ends - self.lengths
         self.start = self.begins.repeat(self.lengths)  # (T,): where each token's segment begins
         # The most tokens that one token sees, itself included.
         self.longest = max(prompt + max(completions, default=0) for prompt, completions in groups)
@@ -89,14 +88,15 @@ class Segments:
         Columns: its first token, its end, first token and end of the prompt that it sees (0, 0 for a prompt's tile),
         and the end of the tokens that see it. Prompts come first, because the most tokens see them.
         """
-        ends = self.begins + self.lengths
         prompts, completions = [], []
         for begin, middle, end in self.groups:
             for first in range(begin, middle, TILE):
                 prompts.append((first, min(first + TILE, middle), 0, 0, end))
             for first in range(middle, end, TILE):
                 last = min(first + TILE, end)
-                completions.append((first, last, begin, middle, ends[np.searchsorted(ends, last)]))
+                completions.append(
+                    (first, last, begin, middle, self.ends[np.searchsorted(self.ends, last)])
+                )
         return np.array(prompts + completions)
 
     def mask(self, window=0):
@@ -134,7 +134,7 @@ class Segments:
         rows (n,): which of the states at the prompts' ends, in the order of their batches, each segment begins with.
         Prompts have 0 there: they begin with the state 0."""
         follows = self.prompt != np.arange(len(self.prompt))
-        row = np.zeros(len(follows), dtype=np.int64)
+        row = np.zeros(len(follows), int)
         turns = []
         for chosen in (~follows, follows & (self.lengths > 0)):
             turn = []
@@ -151,9 +151,8 @@ class Segments:
         """(CONVOLUTION, T): the places in the row of the tokens that a token's convolution sees; T if there is none.
         A completion's first tokens see the end of their prompt."""
         T = len(self.start)
-        ends = self.begins + self.lengths
         begin = self.begins[self.prompt].repeat(self.lengths)
-        behind = ends[self.prompt].repeat(self.lengths)
+        behind = self.ends[self.prompt].repeat(self.lengths)
         place = np.arange(T) - np.arange(CONVOLUTION)[::-1, None]
         jump = np.where(begin < self.start, behind - self.start, 0)
         place += np.where(place < self.start, jump, 0)
@@ -185,9 +184,11 @@ class Batch:
         column = np.arange(longest)
         index = begins[:, None] + np.minimum(column, lengths[:, None] - 1)  # (n, L)
         real = (column < lengths[:, None]).ravel()
-        tables = index.ravel(), np.flatnonzero(real), np.flatnonzero(~real)
         # index: (n * L,)
-        self.index, self.real, self.padding = (upload(x, segments.device) for x in tables)
+        self.index, self.real, self.padding = (
+            upload(x, segments.device)
+            for x in (index.ravel(), np.flatnonzero(real), np.flatnonzero(~real))
+        )
         self.tokens = self.index[self.real]
 
     def take(self, x):
@@ -206,7 +207,7 @@ class Batch:
             row[0].transpose(0, 1)[self.tokens] = x.transpose(1, 2).flatten(0, 1)[self.real]
 
 
-def similar_ones(lengths, chosen, alone=math.inf):
+def similar_ones(lengths, chosen, alone=np.inf):
     """Yield numbers of the chosen segments, the longest first, in batches of SIMILAR lengths."""
     order = np.argsort(-lengths, kind="stable")
     order = order[chosen[order]]
@@ -249,7 +250,7 @@ def attend(q, k, v, mask=None, window=0):
     if grouped and kind_of(q) == "cuda" and (q.dtype == torch.float32 or mask is not None):
         # In float32, or with a mask, CUDA's fused attention does not share heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(
+    return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
     )
 

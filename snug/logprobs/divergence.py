@@ -11,7 +11,6 @@ It is TRL's with beta 1 (GKD, Agarwal et al. 2024).
 Left out: KL(q || p), mixtures of p and q; sums over the likeliest ids alone. Test: pytest tests/test_teacher.py
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ def divergence_rows(logits, teacher_logits, options, divergence):
     dtype = wide(logits.dtype)
     width = TEMPORARIES * n_vocab
     if kind_of(logits) != "cpu":
-        width = math.ceil(width / 32)  # a GPU would wait for launches
+        width = -(-width // 32)  # a GPU would wait for launches
     for rows in slabs(len(logits), width):
         z = logits[rows, :n_vocab].to(dtype)
         teacher_z = teacher_logits[rows, :n_vocab].to(dtype)

@@ -68,9 +68,12 @@ def head_options(
             f"hidden is {hidden.dtype} and weight {weight.dtype}; use one dtype, or autocast"
         )
     n_vocab = check(len(hidden), len(weight), targets, temperature, n_vocab)
-    width = len(weight) + (len(teacher.weight) if teacher else 0)
     chunk_size = chunk_size or rows_per_chunk(
-        width, dtype.itemsize, chunk_mb, kind_of(hidden), weight.shape[1]
+        len(weight) + (len(teacher.weight) if teacher else 0),
+        dtype.itemsize,
+        chunk_mb,
+        kind_of(hidden),
+        weight.shape[1],
     )
     return Options(temperature, n_vocab, dtype, chunk_size, entropy, teacher)
 
@@ -118,12 +121,20 @@ class Chunks:
                 # Until the next chunk the teacher's buffer has the divergence's gradient for the logits.
                 states = self.options.teacher.hidden[rows].to(self.weight.dtype)
                 teacher_logits = self.teacher_buffer[: len(states)]
-                its_columns = teacher_logits[:, : len(self.teacher_weight)]
-                torch.mm(states, self.teacher_weight.t(), out=its_columns)
+                torch.mm(
+                    states,
+                    self.teacher_weight.t(),
+                    out=teacher_logits[:, : len(self.teacher_weight)],
+                )
                 divergence_rows(logits, teacher_logits, self.options, self.divergence[rows])
-            entropy = None if self.entropy is None else self.entropy[rows]
             forward_rows(
-                logits, self.targets[rows], self.options, self.logprobs[rows], entropy, True, gradient
+                logits,
+                self.targets[rows],
+                self.options,
+                self.logprobs[rows],
+                None if self.entropy is None else self.entropy[rows],
+                overwrite=True,
+                gradient=gradient,
             )
             yield rows, hidden, logits
 

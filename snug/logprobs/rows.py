@@ -17,6 +17,7 @@ import torch
 
 from snug.device.kinds import is_planned, wide
 from snug.kernels import (
+    INF,
     LN2,
     LOG2_OF_E,
     LOW,
@@ -45,14 +46,14 @@ if triton is not None:
         top = tl.full((BLOCK,), LOW, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)  # sum of 2^(z - top)
         moment = tl.zeros((BLOCK,), tl.float32)  # sum of z 2^(z - top)
-        ahead = tl.load(logits + lane, lane < width, -float("inf"))
+        ahead = tl.load(logits + lane, lane < width, -INF)
         for start in range(0, width, BLOCK):
             x = ahead  # the next block loads while this one is computed
             column = start + BLOCK + lane
-            ahead = tl.load(logits + column, column < width, -float("inf"))
+            ahead = tl.load(logits + column, column < width, -INF)
             z = x.to(tl.float32) * scale
             if PADDED:
-                z = tl.where(start + lane < n_vocab, z, -float("inf"))
+                z = tl.where(start + lane < n_vocab, z, -INF)
             smaller = tl.exp2(-tl.abs(z - top))
             rises = z > top
             total = tl.where(rises, total * smaller + 1, total + smaller)
@@ -91,7 +92,7 @@ if triton is not None:
             logits, scale, width, n_vocab, BLOCK, PADDED, entropy is not None
         )
         known = (target >= 0) & (target < n_vocab)
-        chosen = tl.load(logits + target, known, -float("inf")).to(tl.float32) * scale
+        chosen = tl.load(logits + target, known, -INF).to(tl.float32) * scale
         tl.store(logprobs + row, (chosen - best - log_sum) * LN2)
         if entropy is not None:
             tl.store(entropy + row, (best + log_sum - mean) * LN2)
@@ -101,7 +102,7 @@ if triton is not None:
                 column = start + tl.arange(0, BLOCK)
                 mask = column < width
                 # "evict_first": nobody reads the logits again.
-                x = tl.load(logits + column, mask, other=-float("inf"), eviction_policy="evict_first")
+                x = tl.load(logits + column, mask, other=-INF, eviction_policy="evict_first")
                 z = x.to(tl.float32) * scale - best - log_sum
                 d = tl.where(column == target, slope, 0.0) - slope * tl.exp2(z)
                 if PADDED:
@@ -155,7 +156,7 @@ def forward_rows(logits, targets, options, logprobs, entropy=None, overwrite=Fal
     """
     n_vocab, (M, width) = options.n_vocab, logits.shape
     if uses_triton(logits, "rows"):
-        block, warps = tile(width, logits.element_size(), gradient)
+        block, warps = tile(width, logits.itemsize, gradient)
         launch(
             rows_kernel,
             (M,),
@@ -178,10 +179,14 @@ def forward_rows(logits, targets, options, logprobs, entropy=None, overwrite=Fal
     scratch = (not in_place) + (entropy is not None)  # buffers of a slab's size
     rows_of_slabs = slabs(M, max(1, scratch) * width)
     for rows in rows_of_slabs[:1] if is_planned(logits) else rows_of_slabs:
-        x = logits[rows, :n_vocab]
-        of_entropy = None if entropy is None else entropy[rows]
         slab_in_torch(
-            x, targets[rows, None], options.temperature, logprobs[rows], of_entropy, in_place, gradient
+            logits[rows, :n_vocab],
+            targets[rows, None],
+            options.temperature,
+            logprobs[rows],
+            None if entropy is None else entropy[rows],
+            in_place,
+            gradient,
         )
     if gradient:
         logits[:, n_vocab:] = 0
