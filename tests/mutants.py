@@ -302,7 +302,7 @@ MUTANTS = [
     ("windows: a kernel sees one column too many", "snug/decoding/attention.py", "latest[:, None] - column[None, :] < WINDOW", "latest[:, None] - column[None, :] <= WINDOW", "test_kernels.py"),
     ("windows: a kernel skips a block too many", "snug/decoding/attention.py", "begin += tl.maximum(earliest + 1 - WINDOW - begin, 0) // N * N", "begin += (tl.maximum(earliest + 1 - WINDOW - begin, 0) + N - 1) // N * N", "test_kernels.py"),
     ("windows: a kernel skips by the slot that is ahead", "snug/decoding/attention.py", "latest, tl.min(latest, 0)", "latest, tl.max(latest, 0)", "test_kernels.py"),
-    ("partial rotary: a kernel turns in halves of the head", "snug/decoding/attention.py", "d[None, :], size, mask, ROTARY)", "d[None, :], D, mask, ROTARY)", "test_kernels.py"),
+    ("partial rotary: a kernel turns in halves of the head", "snug/decoding/attention.py", "(PART if PART else D) // 2", "D // 2", "test_kernels.py"),
     ("partial rotary: lines of cos as long as heads", "snug/decoding/attention.py", "turn = (slot * size)", "turn = (slot * D)", "test_kernels.py"),
     ("LoRA: adapters are cast in every step", "snug/lora.py", "        layer.cast = A,", "        _ = A,", "test_lora.py"),
     ("LoRA: the trainer has the sampler's copies", "snug/lora.py", "            layer.cast = None\n", "            pass\n", "test_lora.py"),

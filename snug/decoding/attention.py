@@ -16,17 +16,16 @@ from snug.kernels import LOW, constexpr, dot, tl, triton
 if triton is not None:
 
     @triton.jit
-    def rotated(x, cos, sin, d, size, mask, ROTARY: constexpr):
-        """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + size/2] | x[d - size/2]) sin[d].
+    def rotated(x, cos, sin, d, D, mask, ROTARY: constexpr, PART: constexpr):
+        """`kernels.rotary.rotate`: x[d] cos[d] + (-x[d + D/2] | x[d - D/2]) sin[d]. x, cos, sin: where heads begin.
 
-        x, cos, sin: where heads begin. size: how many numbers of a head are rotated. The others stay: their cos is 1,
-        their sin 0."""
+        PART: how many numbers of a head are rotated; 0: all D. The others stay: their cos is 1, their sin 0."""
         value = tl.load(x + d, mask, 0.0)
         if ROTARY:
-            half = size // 2
-            turns = mask & (d < size)
+            half = (PART if PART else D) // 2
+            turns = mask & (d < PART) if PART else mask
             other = tl.load(x + tl.where(d < half, d + half, d - half), turns, 0.0)
-            c = tl.load(cos + d, turns, 1.0)
+            c = tl.load(cos + d, turns, 1.0 if PART else 0.0)
             s = tl.load(sin + d, turns, 0.0)
             value = value * c + tl.where(d < half, -other, other) * s
         return value
@@ -116,21 +115,23 @@ if triton is not None:
             tl.store(counters + query, 0, last)
 
     @triton.jit
-    def queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY: constexpr):
+    def queries_of(
+        q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY: constexpr, PART: constexpr
+    ):
         """-> (M, DP), rotated."""
         mask = active[:, None] & (d[None, :] < D)
         turn = (slot * size)[:, None]
         x = q + (slot * q_row + head * D)[:, None]
-        return rotated(x, cos + turn, sin + turn, d[None, :], size, mask, ROTARY)
+        return rotated(x, cos + turn, sin + turn, d[None, :], D, mask, ROTARY, PART)
 
     @triton.jit
     def write_column(
-        k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY: constexpr
+        k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY: constexpr, PART: constexpr
     ):  # fmt: skip
         """Rotate the new key of slot s. Write this key and its value to column `now`."""
         inside = d < D
         key = k + s * k_row + g * D
-        key = rotated(key, cos + s * size, sin + s * size, d, size, inside, ROTARY)
+        key = rotated(key, cos + s * size, sin + s * size, d, D, inside, ROTARY, PART)
         value = tl.load(v + s * v_row + g * D + d, inside, 0.0)
         tl.store(keys + now * D + d, key, inside)
         tl.store(values + now * D + d, value, inside)
@@ -173,8 +174,9 @@ if triton is not None:
             keys = prompt_k + (p * G + g) * T_p * D
             values = prompt_v + (p * G + g) * T_p * D
             begin = split * prompt_chunk
+            end = begin + prompt_chunk
             length, latest, earliest = end_of_prompt(lengths, p, t, slot)
-            end = tl.minimum(begin + prompt_chunk, length)
+            end = tl.minimum(end, length)
         else:
             s = (program - prompt_programs) // completion_splits
             split = (program - prompt_programs) % completion_splits
@@ -188,13 +190,15 @@ if triton is not None:
             latest = tl.full((M,), now, tl.int32)
             earliest = now
             if now // completion_chunk == split:
-                write_column(k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY)
+                write_column(
+                    k, v, cos, sin, keys, values, s, g, k_row, v_row, size, now, d, D, ROTARY, PART
+                )
             tl.debug_barrier()  # all threads of the program see the new column
             split += prompt_splits
         active = (slot >= 0) & (r < R)
         slot = tl.maximum(slot, 0)
         head = g * R + r
-        q = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY)
+        q = queries_of(q, cos, sin, slot, active, head, q_row, size, d, D, ROTARY, PART)
         top, total, acc = attend_columns(
             q, keys, values, begin, end, active, latest, earliest, scale, d, D, N, WINDOW
         )
