@@ -250,7 +250,6 @@ class Sequences:
         lengths = [torch.tensor(list(map(len, part)), device=device) for part in (prompts, completions)]
         return cls(tokens, *lengths)
 
-    def columns(self, numbers=slice(None)) -> dict[str, Tensor]:
-        """{name: tensor} of the columns that are there. numbers: a range, of these sequences alone."""
-        part = slice(numbers.start, numbers.stop)
-        return {name: x[part] for name, x in vars(self).items() if x is not None}
+    def columns(self, rows=slice(None)) -> dict[str, Tensor]:
+        """{name: tensor} of the columns that are there. rows: a range, of these sequences alone."""
+        return {name: x[rows.start : rows.stop] for name, x in vars(self).items() if x is not None}

@@ -458,7 +458,7 @@ MUTANTS = [
     ("teacher: the gradient without its mean", "snug/logprobs/divergence.py", "gradient = p * (gap - value[:, None])", "gradient = p * gap", "test_teacher.py"),
     ("teacher: every slab is the first", "snug/logprobs/divergence.py", "value = divergence[rows] =", "value = divergence[: rows.stop - rows.start] =", "test_teacher.py"),
     ("teacher: the gradient for logits / temperature", "snug/logprobs/divergence.py", "= gradient / options.temperature", "= gradient", "test_teacher.py"),
-    ("teacher: the teacher's own temperature", "snug/logprobs/divergence.py", "torch.log_softmax(teacher_z / options.temperature, -1)", "torch.log_softmax(teacher_z, -1)", "test_teacher.py"),
+    ("teacher: the teacher's own temperature", "snug/logprobs/divergence.py", "teacher_logits[rows, :n_vocab].to(dtype) / options.temperature", "teacher_logits[rows, :n_vocab].to(dtype)", "test_teacher.py"),
     ("teacher: every chunk has the first rows' teacher", "snug/logprobs/head.py", "options.teacher.hidden[rows]", "options.teacher.hidden[: rows.stop - rows.start]", "test_teacher.py"),
     ("teacher: all tokens' divergences weigh alike", "snug/logprobs/head.py", ".mul_(of_divergence[:, None])", ".mul_(of_divergence.mean())", "test_teacher.py"),
     ("teacher: log-probs unscaled beside a divergence", "snug/logprobs/head.py", "gradient[:, :n_vocab].mul_(coefficients[:, None])", "gradient[:, :n_vocab]", "test_teacher.py"),

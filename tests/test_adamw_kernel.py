@@ -9,7 +9,7 @@ from helpers.kernels import BF16, F32, ahead_of_time
 from helpers.models import DEVICE
 from interpreted import INTERPRETED, in_kernels, in_the_interpreter, long, resources_of
 from snug.kernels import adamw as module
-from snug.kernels.adamw import BLOCK, WARPS, key_of, mix, mix_, new_scratch, numbers_of
+from snug.kernels.adamw import BLOCK, key_of, mix, mix_, new_scratch, numbers_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 # What settings allow: weights and gradients; moments; masters.
@@ -148,6 +148,6 @@ def test_the_compiled_kernel_stays_in_registers(capability, kind, n, tmp_path):
     kinds |= dict(kept="*fp32" if kind[2] else weights) | dict.fromkeys(EXACT, "fp32")
     constants = dict(HAS_MASTER=kind[2] is not None, BLOCK=BLOCK) | ({"n": 1} if n == 1 else {})
     aligned = ["n"] if n == "aligned" else []
-    used, ptx = resources_of(module.adamw_kernel, capability, kinds, constants, aligned, WARPS, tmp_path)
+    used, ptx = resources_of(module.adamw_kernel, capability, kinds, constants, aligned, 4, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64  # 8 programs of 4 warps on an SM
     assert bool(re.search(r"st\.global[.\w:]*\.v4", ptx)) == (n == "aligned")  # 16 bytes at a time

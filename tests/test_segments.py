@@ -91,14 +91,14 @@ def test_batches_have_each_segment_once_and_few_others(groups, alone, similar):
 
 
 def test_on_mps_no_group_has_the_scores_of_another():
-    shapes, real = [], module.F.scaled_dot_product_attention
+    shapes, real = [], torch.nn.functional.scaled_dot_product_attention
     q = torch.randn(1, 2, 29, 4)
 
     def attention(q, k, v, attn_mask, **options):
         shapes.append((q.shape[2], *attn_mask.shape))
         return real(q, k, v, attn_mask=attn_mask, **options)
 
-    fused = patch.object(module.F, "scaled_dot_product_attention", attention)
+    fused = patch.object(torch.nn.functional, "scaled_dot_product_attention", attention)
     with patch.object(module, "kind_of", lambda x: "mps"), fused:
         attend(q, q, q, Segments([(3, [5] * 4), (2, [1]), (3, [])]))
     assert shapes == [(23, 23, 23), (3, 3, 3), (3, 3, 3)]

@@ -175,7 +175,7 @@ def uniforms(seed, sequences, steps):
     def counter(numbers):
         return (np.asarray(numbers, dtype=np.uint64) + 1) * golden  # arithmetic modulo 2**64
 
-    key = mix(np.array([seed % 2**64], dtype=np.uint64) + golden)
+    key = mix(np.uint64([seed % 2**64]) + golden)
     row = mix(key ^ mix(counter(sequences)))[:, None]
     bits = mix(row + counter(steps))
     return ((bits >> 41).astype(np.float32) + 0.5) * 2**-23

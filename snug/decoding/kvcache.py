@@ -154,8 +154,8 @@ class KVCache:
         self.lengths = self.prompt_lengths[upload(prompt_slot.clip(0), self.device)]  # (n,)
         # A layer's completions, seen as a matrix with rows of D numbers: the row of each slot's first column.
         S = self.completions.shape[2]
-        rows = torch.arange(2 * S * G, device=self.device) * self.T_c
-        self.first_row = rows.view(2, S, G)[:, :n]  # (2, n, G)
+        rows = torch.arange(2 * S * G, device=self.device).view(2, S, G)
+        self.first_row = rows[:, :n] * self.T_c  # (2, n, G)
 
     def clear(self, slots, columns):
         """Zero the first `columns` columns of the first `slots` slots, where they are not written yet. Later calls

@@ -14,7 +14,7 @@ from snug.device.kinds import is_planned, wide
 from snug.kernels import constexpr, launch, tl, triton, uses_triton
 
 CHUNK = 2**16  # weights at a time in plain torch: its scratch stays in a CPU core's cache
-BLOCK, WARPS = 1024, 4  # of the kernel: 8 weights per lane
+BLOCK = 1024  # of the kernel: with 4 warps 8 weights per lane
 MASK = 2**32 - 1
 ROUNDS = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)
 
@@ -39,7 +39,6 @@ def adamw(weight, gradient, exp_avg, exp_avg_sq, master, numbers, key, first, sc
             n,
             HAS_MASTER=master is not None,
             BLOCK=BLOCK,
-            num_warps=WARPS,
         )
         return
     # A planner needs one chunk: all are alike.

@@ -20,6 +20,7 @@ Left out: FP4, other block sizes. Test: pytest tests/test_nf4.py
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from snug.device.cpu import linear
 from snug.kernels import constexpr, has_tensor_cores, launch, tl, triton, uses_triton
@@ -176,11 +177,11 @@ if triton is not None:
 class Quantized(NamedTuple):
     """A matrix of n values, a multiple of 64."""
 
-    codes: torch.Tensor  # (n / 2,) uint8; the first of two values has the upper four bits
-    scales: torch.Tensor  # (n / 64,) uint8
-    scale_map: torch.Tensor  # (256,) float32: the number of each code of `scales`
-    scale_scales: torch.Tensor  # (n / 64 / 256,) float32, rounded up
-    offset: torch.Tensor  # () float32
+    codes: Tensor  # (n / 2,) uint8; the first of two values has the upper four bits
+    scales: Tensor  # (n / 64,) uint8
+    scale_map: Tensor  # (256,) float32: the number of each code of `scales`
+    scale_scales: Tensor  # (n / 64 / 256,) float32, rounded up
+    offset: Tensor  # () float32
 
 
 def dynamic_map() -> list[float]:

@@ -121,8 +121,7 @@ class Segments:
             n = len(similar)
             longest = self.lengths[similar[0]]
             gaps = np.flatnonzero(np.diff(self.begins[similar]) != longest) + 1
-            alike = self.lengths[similar[-1]] == longest
-            neighbours = alike and MANY * (len(gaps) + 1) <= n
+            neighbours = self.lengths[similar[-1]] == longest and MANY * (len(gaps) + 1) <= n
             for numbers in np.split(similar, gaps) if neighbours else [similar]:
                 batches.append(Batch(self, numbers))
         return batches

@@ -39,10 +39,8 @@ def divergence_rows(logits, teacher_logits, options, divergence):
     if kind_of(logits) != "cpu":
         width = -(-width // 32)  # a GPU would wait for launches
     for rows in slabs(len(logits), width):
-        z = logits[rows, :n_vocab].to(dtype)
-        teacher_z = teacher_logits[rows, :n_vocab].to(dtype)
-        log_p = torch.log_softmax(z / options.temperature, -1)
-        log_q = torch.log_softmax(teacher_z / options.temperature, -1)
+        log_p = torch.log_softmax(logits[rows, :n_vocab].to(dtype) / options.temperature, -1)
+        log_q = torch.log_softmax(teacher_logits[rows, :n_vocab].to(dtype) / options.temperature, -1)
         p = log_p.exp()
         gap = log_p - log_q
         value = divergence[rows] = (p * gap).sum(-1)
