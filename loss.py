@@ -75,9 +75,8 @@ def sequence_sum(values, lengths):
 
         values 1 2 3 4 5, lengths 3 2 -> 6 9
     """
-    return torch.segment_reduce(
-        off_mps(values), "sum", lengths=off_mps(lengths).long(), unsafe=True
-    ).to(values.device)
+    sums = torch.segment_reduce(off_mps(values), "sum", lengths=off_mps(lengths).long(), unsafe=True)
+    return sums.to(values.device)
 
 
 def sequence_ratio(log_ratio, sequence, lengths):

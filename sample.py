@@ -28,7 +28,7 @@ if __name__ == "__main__":  # before torch is imported: a typo is answered at on
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,7 +162,9 @@ def sample_groups(
         model.device.type
     ):  # in inference mode it would not keep its casts of the weights
         no_gradient = torch.no_grad()
-    with ThreadPoolExecutor(REPLIES) as pool, no_gradient, cached_casts(model):
+    all_train = all(p.requires_grad for p in model.parameters())
+    frozen_casts = nullcontext() if all_train else cached_casts(model)
+    with ThreadPoolExecutor(REPLIES) as pool, no_gradient, frozen_casts:
         batch = DecodeBatch(
             model,
             prompts,

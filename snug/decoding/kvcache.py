@@ -243,34 +243,30 @@ class KVCache:
             return self.attend_reply(layer, q, k, v)
         n, H, _, D = q.shape
         G = k.shape[1]
+        R = H // G
         new = torch.stack([k, v]).view(-1, D).to(self.dtype)
         self.completions[layer].view(-1, D).index_copy_(0, self.write_at, new)
         # Scores in float32, as in the trainer's attention: the KL to the trainer is 1e-5. With bfloat16 it was 2.5e-4.
         dtype = wide(self.dtype)
         with nullcontext() if dtype == self.dtype else torch.autocast(q.device.type, enabled=False):
             q = q.reshape(n * G, -1, D).to(dtype) * D**-0.5  # (n * G, R, D)
-            y = self.attend_torch(layer, q)
+            prompt = self.prompt[layer, :, self.prompts_in_use]
+            _, P, _, T_p, _ = prompt.shape
+            prompt_k, prompt_v = prompt.flatten(1, 2).to(dtype)  # (P * G, T_p, D) each
+            k, v = self.completions[layer, :, :n, :, : self.columns].flatten(1, 2).to(dtype)
+            scores = q @ k.mT  # (n * G, R, columns)
+            prompt_scores = (
+                q[self.pair_of_entry].view(P * G, -1, D) @ prompt_k.mT
+            )  # (P * G, most * R, T_p)
+            prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
+            scores = torch.cat([prompt_scores, scores], -1)
+            if (bias := self.bias.get(self.config.windows[layer])) is not None:
+                scores.view(-1, H, T_p + self.columns).add_(bias)
+            weights = torch.softmax(scores, -1)
+            prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
+            y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
+            y = torch.baddbmm(y, weights[..., T_p:], v)
         return y.view(n, H, 1, D).to(self.dtype)
-
-    def attend_torch(self, layer, q):
-        """q (n * G, R, D) -> the same."""
-        prompt = self.prompt[layer, :, self.prompts_in_use]
-        _, P, G, T_p, D = prompt.shape
-        R = q.shape[1]
-        prompt_k, prompt_v = prompt.flatten(1, 2).to(q.dtype)  # (P * G, T_p, D) each
-        completion = self.completions[layer, :, : len(self.t), :, : self.columns]
-        k, v = completion.flatten(1, 2).to(q.dtype)  # (n * G, columns, D) each
-        scores = q @ k.mT  # (n * G, R, columns)
-        q_by_prompt = q[self.pair_of_entry].view(P * G, -1, D)  # (P * G, most * R, D)
-        prompt_scores = q_by_prompt @ prompt_k.mT  # (P * G, most * R, T_p)
-        prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
-        scores = torch.cat([prompt_scores, scores], -1)
-        if (bias := self.bias.get(self.config.windows[layer])) is not None:
-            scores.view(-1, G * R, T_p + self.columns).add_(bias)
-        weights = torch.softmax(scores, -1)
-        prompt_weights = weights[..., :T_p][self.pair_of_entry].view(P * G, -1, T_p)
-        y = (prompt_weights @ prompt_v).view(-1, R, D)[self.entry_of_pair]  # (n * G, R, D)
-        return torch.baddbmm(y, weights[..., T_p:], v)
 
     def attend_triton(self, layer, q, k, v, rotary):
         """`attend` by one kernel. Its buffers and its result are allocated here. Only `counters` keep their address;
