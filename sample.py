@@ -158,9 +158,8 @@ def sample_groups(
     check_prompts(prompts, max_new_tokens, model.config.block_size)
     N = len(prompts) * group_size
     no_gradient = torch.inference_mode()  # saves a tenth of a step on a CPU
-    if torch.is_autocast_enabled(
-        model.device.type
-    ):  # in inference mode it would not keep its casts of the weights
+    # In it autocast would not keep its casts of the weights.
+    if torch.is_autocast_enabled(model.device.type):
         no_gradient = torch.no_grad()
     all_train = all(p.requires_grad for p in model.parameters())
     frozen_casts = nullcontext() if all_train else cached_casts(model)

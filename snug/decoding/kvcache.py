@@ -255,9 +255,8 @@ class KVCache:
             prompt_k, prompt_v = prompt.flatten(1, 2).to(dtype)  # (P * G, T_p, D) each
             k, v = self.completions[layer, :, :n, :, : self.columns].flatten(1, 2).to(dtype)
             scores = q @ k.mT  # (n * G, R, columns)
-            prompt_scores = (
-                q[self.pair_of_entry].view(P * G, -1, D) @ prompt_k.mT
-            )  # (P * G, most * R, T_p)
+            # (P * G, most * R, T_p)
+            prompt_scores = q[self.pair_of_entry].view(P * G, -1, D) @ prompt_k.mT
             prompt_scores = prompt_scores.view(-1, R, T_p)[self.entry_of_pair]  # (n * G, R, T_p)
             scores = torch.cat([prompt_scores, scores], -1)
             if (bias := self.bias.get(self.config.windows[layer])) is not None:
