@@ -46,7 +46,7 @@ def add_product(y, x, weight, alpha=1.0):
 def hold_in_nf4(model, device, empty=False):
     """Hold the weights of all `Linear` layers in NF4, on `device`. empty: without values, to load."""
     for layer in model.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, Linear) and not isinstance(layer.weight, NF4):
             weight = layer.weight
             del layer.weight  # the parameter
             layer.weight = NF4(weight.shape, device)

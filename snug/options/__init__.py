@@ -303,7 +303,8 @@ def check_value(cls, name: str, value, where: str):
         items = [float(str(item)) if type(item) is int else item for item in items]
     if is_list != (element is not kind) or any(type(item) is not element for item in items):
         raise SnugError(f"{where} takes {KINDS[kind]}, not {value!r}")
-    _, choices, minimum, maximum = fields(cls)[name].metadata.values()
+    limits = fields(cls)[name].metadata
+    choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
     for item in items:
         if choices and item not in choices and not (OWN in choices and ":" in item):
             raise SnugError(
