@@ -136,10 +136,10 @@ def test_the_house_keeps_to_its_size():
     beside = sum(len(path.read_text()) for path in pages)
     tests = sum(map(lines_of, (HOME / "tests").rglob("*.py")))
     limits = {  # what, how much, at most
-        ("tokens", count, 104_400),
-        ("tokens a line", count / code_lines, 9.5),
-        ("characters", characters, 377_300),
-        ("characters, with TOML and the page", characters + beside, 426_300),
+        ("tokens", count, 103_200),
+        ("tokens a line", count / code_lines, 9.4),
+        ("characters", characters, 372_100),
+        ("characters, with TOML and the page", characters + beside, 421_000),
         ("tokens of bench/", tokens((HOME / "bench").glob("*.py"))[0], 18_900),
         ("lines of tests/", tests, 20_680),
         ("files at the top", len([path for path in our_files() if path.parent == HOME]), 9),
