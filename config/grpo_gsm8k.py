@@ -6,8 +6,8 @@
 
 A larger model with LoRA: add --lora_rank=16 --param_dtype=bfloat16. A base model has no chat
 template: add --chat=false. Sizes are those that others use; none of them was tuned here. Twenty
-iterations of 32 completions on two CPU cores taught a 0.5B model nothing; a teacher did, in programs
-in place of words: `make gsm8k` (docs/results.md, Code).
+iterations of 32 completions on two CPU cores taught a 0.5B model nothing. In programs in place of
+words a teacher did, and rewards too: `make gsm8k` (docs/results.md, Code).
 """
 
 out_dir = "out/grpo_gsm8k"
